@@ -1,0 +1,192 @@
+"""A decoder-only GPT. Runs unchanged on one CPU; knows nothing of ranks, precision settings or training.
+
+Shapes: batch B, sequence T, width W, query heads H, key/value heads K, head width D = W / H, vocabulary V.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lit_gpt_dist.model.config import GPTConfig
+
+Phases = tuple[Tensor, Tensor]  # cosine and sine of the rotary angles, (T, D) each, at least fp32
+
+
+class LayerCache:
+    """Keys and values that one attention layer has seen, for generation: (B, K, capacity, D) each."""
+
+    def __init__(self, batch: int, config: GPTConfig, device: torch.device, dtype: torch.dtype) -> None:
+        shape = (batch, config.kv_heads, config.context, config.head_width)
+        self.keys = torch.empty(shape, device=device, dtype=dtype)
+        self.values = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        end = self.length + keys.size(2)
+        self.keys[:, :, self.length : end] = keys
+        self.values[:, :, self.length : end] = values
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries, through ``scaled_dot_product_attention``."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_width = config.heads, config.kv_heads, config.head_width
+        self.dropout = config.dropout
+        rows = (config.heads + 2 * config.kv_heads) * config.head_width  # queries, then keys, then values
+        self.query_key_value = nn.Linear(config.width, rows, bias=config.bias)
+        self.output = nn.Linear(config.width, config.width, bias=config.bias)
+
+    def forward(self, x: Tensor, phases: Phases | None, cache: LayerCache | None = None) -> Tensor:
+        batch, sequence, width = x.shape
+        rows = self.query_key_value(x).view(batch, sequence, -1, self.head_width).transpose(1, 2)
+        query, key, value = rows.split((self.heads, self.kv_heads, self.kv_heads), dim=1)  # (B, H or K, T, D)
+        if phases is not None:
+            query, key = rotate(query, phases), rotate(key, phases)
+        causal = True
+        if cache is not None:
+            causal = cache.length == 0  # later calls bring one token, which may see everything before it
+            key, value = cache.append(key, value)
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=causal,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=self.kv_heads != self.heads,
+        )  # (B, H, T, D)
+        return self.output(mixed.transpose(1, 2).reshape(batch, sequence, width))
+
+
+class FeedForward(nn.Module):
+    """Two linear layers around GELU (tanh form, as GPT-2's), or the gated SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, config.ff_width, bias=config.bias)
+        self.gate = (
+            nn.Linear(config.width, config.ff_width, bias=config.bias) if config.activation == "swiglu" else None
+        )
+        self.down = nn.Linear(config.ff_width, config.width, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block. With ``recompute`` its activations are computed again in backward, not kept."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config)
+        self.feed_forward_norm = make_norm(config)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.recompute = False
+
+    def forward(self, x: Tensor, phases: Phases | None, cache: LayerCache | None = None) -> Tensor:
+        if self.recompute and self.training and torch.is_grad_enabled():
+            keep_rng = self.dropout.p > 0  # without dropout nothing random is recomputed
+            return checkpoint(self.transform, x, phases, use_reentrant=False, preserve_rng_state=keep_rng)
+        return self.transform(x, phases, cache)
+
+    def transform(self, x: Tensor, phases: Phases | None, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), phases, cache))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class GPT(nn.Module):
+    """Embedding, blocks, final norm, output head.
+
+    Parameters come uninitialised from ``torch.nn``'s defaults; ``initialize`` gives them their values, so that a model
+    built on the meta device and one built in place end up the same.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.positions = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = make_norm(config)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        reduction: str = "mean",
+        caches: list[LayerCache] | None = None,
+    ) -> Tensor:
+        """Logits, or the loss against ``targets``.
+
+        Args:
+            tokens: (B, T) integers below the vocabulary size, T at most the context.
+            targets: (B, T) the token after each; with them the cross-entropy in nats is returned.
+            reduction: ``mean`` over all tokens (a scalar), or ``window``: the mean of each window, (B,).
+            caches: one per block, for generation; the tokens follow those already cached.
+
+        Returns:
+            Logits (B, T, V), or the loss, computed in at least fp32.
+        """
+        start = caches[0].length if caches else 0
+        positions = torch.arange(start, start + tokens.size(1), device=tokens.device)  # (T,)
+        x = self.embedding(tokens)  # (B, T, W)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        x = self.dropout(x)
+        phases = rotary_phases(positions, self.config, x.dtype) if self.config.positions == "rope" else None
+        for index, block in enumerate(self.blocks):
+            x = block(x, phases, caches[index] if caches else None)
+        logits = self.head(self.norm(x))  # (B, T, V)
+        if targets is None:
+            return logits
+        return cross_entropy(logits, targets, reduction)
+
+    def make_caches(self, batch: int, dtype: torch.dtype) -> list[LayerCache]:
+        device = self.embedding.weight.device
+        return [LayerCache(batch, self.config, device, dtype) for _ in self.blocks]
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.width, eps=config.norm_eps)
+    return nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """Mean negative log-likelihood in nats, in fp32 or wider; ``window`` gives one mean per window."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if reduction == "mean":
+        return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(wide.transpose(1, 2), targets, reduction="none").mean(dim=1)
+
+
+def rotary_phases(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> Phases:
+    """Cosine and sine of position × base^(−2i/D) (Su et al. 2021), (T, D) each, the two halves alike.
+
+    Computed, not stored: a buffer would be rounded when the model is cast to 16 bits, and in 16 bits positions beyond
+    256 are no longer told apart.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    exponents = torch.arange(0, config.head_width, 2, device=positions.device, dtype=wide) / config.head_width
+    angles = positions.to(wide)[:, None] * config.rope_base**-exponents  # (T, D / 2)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, phases: Phases) -> Tensor:
+    """Turns each pair (i, i + D/2) of ``x`` (B, heads, T, D) by its phase, in the phases' precision."""
+    cosine, sine = phases
+    first, second = x.chunk(2, dim=-1)
+    return (x * cosine + torch.cat((-second, first), dim=-1) * sine).to(x.dtype)

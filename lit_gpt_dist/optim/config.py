@@ -1,0 +1,49 @@
+"""The optimizer's and the schedule's options (``--optim.*``)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lit_gpt_dist.errors import UserError
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning-rate schedule; all lengths in optimizer steps.
+
+    Args:
+        lr: peak learning rate.
+        min_lr_ratio: the schedule ends at this share of ``lr``.
+        warmup_steps: steps of linear warm-up from 0; by default 5% of the run, at most 200.
+        schedule: cosine; wsd (warm-up, stable, linear decay); or constant after the warm-up.
+        decay_share: share of the run that wsd decays over.
+        weight_decay: on matrices only.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root of the second moment.
+        fused: one kernel for all parameters; by default where the device has it.
+    """
+
+    lr: float = 1e-3
+    min_lr_ratio: float = 0.1
+    warmup_steps: int | None = None
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    decay_share: float = 0.2
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    fused: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise UserError(f"optim.lr {self.lr} must be above 0")
+        if self.warmup_steps is not None and self.warmup_steps < 0:
+            raise UserError(f"optim.warmup_steps {self.warmup_steps} must be 0 or more")
+        for name in ("min_lr_ratio", "decay_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"optim.{name} {getattr(self, name)} must lie between 0 and 1")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"optim.{name} {getattr(self, name)} must lie in 0 ≤ {name} < 1")
+        if self.schedule not in ("cosine", "wsd", "constant"):
+            raise UserError(f"optim.schedule {self.schedule!r} is not one of cosine, wsd, constant")

@@ -1,0 +1,30 @@
+"""AdamW and its parameter groups. Knows nothing of schedules or ranks."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from lit_gpt_dist.optim.config import OptimConfig
+
+
+def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict]:
+    """Two groups: matrices, which decay, and vectors (norms, biases), which do not."""
+    trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    matrices = [parameter for _, parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for _, parameter in trained if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def make_adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> Optimizer:
+    """AdamW over ``model``'s parameters; fused where the device has the kernel (``config.fused`` None: decide here)."""
+    fused = config.fused if config.fused is not None else device.type in ("cuda", "cpu")
+    return AdamW(
+        parameter_groups(model.named_parameters(), config.weight_decay),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=fused,
+    )

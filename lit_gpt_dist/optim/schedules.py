@@ -1,0 +1,26 @@
+"""Learning-rate schedules: pure functions of the optimizer step."""
+
+import math
+
+from lit_gpt_dist.optim.config import OptimConfig
+
+
+def warmup_length(config: OptimConfig, max_steps: int) -> int:
+    """Warm-up steps: as given, or 5% of the run and at most 200."""
+    return config.warmup_steps if config.warmup_steps is not None else min(200, max_steps // 20)
+
+
+def lr_factor(step: int, config: OptimConfig, max_steps: int) -> float:
+    """Share of ``config.lr`` with which step number ``step`` (from 0) of ``max_steps`` is taken."""
+    warmup = warmup_length(config, max_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.schedule == "constant":
+        return 1.0
+    floor = config.min_lr_ratio
+    if config.schedule == "wsd":
+        decay_steps = max(1, round(config.decay_share * max_steps))
+        share_left = (max_steps - step) / decay_steps
+        return floor + (1 - floor) * min(1.0, max(0.0, share_left))
+    progress = min(1.0, (step - warmup) / max(1, max_steps - warmup))
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))  # Loshchilov & Hutter 2016
