@@ -1,0 +1,140 @@
+"""Finds text files and reads them piece by piece. Knows nothing of tokens."""
+
+import codecs
+import glob
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lit_gpt_dist.errors import UserError
+
+# what a folder's text files are called; a single file or a glob may be called anything
+TEXT_SUFFIXES = frozenset(
+    [".txt", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".sh", ".sql"]
+    + [
+        ".py",
+        ".pyi",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+        ".java",
+        ".js",
+        ".ts",
+        ".css",
+        ".go",
+        ".rs",
+        ".rb",
+        ".lua",
+    ]
+)
+# parts of the standard library left out: what is installed beside it, its tests, and tables without prose or code
+_SKIPPED_LIBRARY = frozenset(
+    ["site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"]
+)
+_READ_BYTES = 1 << 22
+PIECE_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """The files that make a corpus, in the order in which they are read."""
+
+    name: str
+    files: tuple[Path, ...]
+
+
+def find_text(path: str | None) -> TextFiles:
+    """Files of a corpus: the standard library (None), a file, a folder with all below it, or a glob.
+
+    Hidden files and folders are skipped. The order is that of the sorted paths, so it is the same on every rank.
+
+    Raises:
+        UserError: nothing there.
+    """
+    if path is None:
+        return TextFiles("Python standard library", tuple(_library_sources()))
+    expanded = Path(path).expanduser()
+    if expanded.is_file():
+        return TextFiles(expanded.name, (expanded,))
+    if expanded.is_dir():
+        files = sorted(f for f in _below(expanded) if f.suffix.lower() in TEXT_SUFFIXES)
+        if not files:
+            raise UserError(
+                f"folder {path} holds no text files (*.txt, *.md, *.py, …); name the files by a glob such as '{path}/**/*'"
+            )
+        return TextFiles(expanded.resolve().name, tuple(files))
+    matches = sorted(Path(m) for m in glob.glob(str(expanded), recursive=True) if os.path.isfile(m))
+    if not matches:
+        raise UserError(
+            f"corpus {path} does not exist; give a UTF-8 text file, a folder, a glob, or a folder made by"
+            " `lit-gpt-dist prepare`"
+        )
+    return TextFiles(path, tuple(matches))
+
+
+def read_pieces(files: Iterable[Path], skip_unreadable: bool = False) -> Iterator[str]:
+    """The text of all files, one line break between two of them, in pieces of about ``PIECE_CHARACTERS``.
+
+    A piece ends with a line where it can: a tokenizer that looks at neighbouring characters then seldom notices the
+    border, and the borders depend on nothing but the text.
+
+    Raises:
+        UserError: a file that cannot be read or is not UTF-8 (unless skipped).
+    """
+    held = ""
+    for number, path in enumerate(files):
+        parts: Iterable[str] = _decoded(path)
+        if skip_unreadable:
+            try:
+                parts = list(parts)
+            except UserError:
+                continue
+        if number:
+            held += "\n"
+        for part in parts:
+            held += part
+            while len(held) >= 2 * PIECE_CHARACTERS:
+                cut = held.rfind("\n", 0, PIECE_CHARACTERS) + 1 or PIECE_CHARACTERS
+                yield held[:cut]
+                held = held[cut:]
+    if held:
+        yield held
+
+
+def _decoded(path: Path) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset = 0  # bytes already decoded, those held back by the decoder not counted
+    try:
+        with path.open("rb") as file:
+            while True:
+                data = file.read(_READ_BYTES)
+                held = len(decoder.getstate()[0])
+                yield decoder.decode(data, final=not data)
+                offset += len(data) + held - len(decoder.getstate()[0])
+                if not data:
+                    return
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8: byte {offset + error.start} is 0x{error.object[error.start]:02x};"
+            " convert it (for example with iconv -t utf-8) or leave it out"
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
+
+
+def _library_sources() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = (f for f in root.rglob("*.py") if not _SKIPPED_LIBRARY.intersection(f.relative_to(root).parts))
+    # _sysconfigdata… holds the paths of the machine it was built on
+    return sorted((f for f in found if not f.name.startswith("_sysconfigdata")), key=lambda f: f.as_posix())
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for base, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(base, name) for name in names if not name.startswith("."))
