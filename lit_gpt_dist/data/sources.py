@@ -11,27 +11,9 @@ from pathlib import Path
 from lit_gpt_dist.errors import UserError
 
 # what a folder's text files are called; a single file or a glob may be called anything
-TEXT_SUFFIXES = frozenset(
-    [".txt", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".sh", ".sql"]
-    + [
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cu",
-        ".java",
-        ".js",
-        ".ts",
-        ".css",
-        ".go",
-        ".rs",
-        ".rb",
-        ".lua",
-    ]
-)
+_PROSE = (".txt", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".sql")
+_CODE = (".py", ".pyi", ".sh", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".css", ".go", ".rs")
+TEXT_SUFFIXES = frozenset(_PROSE + _CODE)
 # parts of the standard library left out: what is installed beside it, its tests, and tables without prose or code
 _SKIPPED_LIBRARY = frozenset(
     ["site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"]

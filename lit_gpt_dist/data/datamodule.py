@@ -1,0 +1,278 @@
+"""Step-seeded global batches for Lightning's Trainer. Knows nothing of the model but its context.
+
+One batch of the loader is one optimizer step: all ``accumulate`` micro-batches of this rank. Seed and step alone select
+the global batch, so there is no position to save; what a checkpoint holds of the data says where it came from.
+"""
+
+from typing import Any, get_args
+
+import lightning
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lit_gpt_dist.data.agreement import compare_settings, compare_windows, raise_together
+from lit_gpt_dist.data.corpus import Corpus, load_corpus
+from lit_gpt_dist.data.loaders import (
+    Draw,
+    StepBatch,
+    StepLoader,
+    StepSource,
+    ValBatch,
+    ValLoader,
+    ValStarts,
+    torch_tokens,
+)
+from lit_gpt_dist.data.stream import TokenStream
+from lit_gpt_dist.data.tokenizers import Vocabulary
+from lit_gpt_dist.data.windows import BatchPlan, plan_batch
+from lit_gpt_dist.errors import UserError
+
+DEVICE_BYTES = 512 << 20  # a corpus up to this size lives on the device
+READ_AHEAD_WORKERS = 2
+
+
+class GPTDataModule(lightning.LightningDataModule):
+    """A corpus, cut into a training and a validation part, as global batches.
+
+    Args:
+        corpus: a UTF-8 file, folder or glob, or a folder made by `prepare`; default: the Python standard library's sources
+        tokenizer: char, char:ru-en, byte or a tokenizer.json; default: the prepared folder's own, else char (byte for the default corpus)
+        global_batch: windows per optimizer step over all ranks; default: micro_batch × accumulate_grad_batches × data ranks
+        micro_batch: windows a device forwards at once
+        context: tokens a window feeds; default: the model's context
+        draw: random windows with replacement, or each window of a shuffled epoch once
+        val_fraction: share of the corpus cut off its end for validation, at most 10 million tokens; 0: no validation
+        val_windows: windows of one validation at most, spread evenly over the validation part
+        val_micro_batch: windows a device forwards at once in validation; default: micro_batch
+        seed: selects, with the step, the windows of a global batch
+        on_device: keep the tokens on the device and gather there; default: where they need at most 512 MiB
+        workers: processes that read windows ahead on the host; default: 2 for a corpus not kept on a GPU, else 0
+    """
+
+    def __init__(
+        self,
+        corpus: str | None = None,
+        tokenizer: str | None = None,
+        global_batch: int | None = None,
+        micro_batch: int = 16,
+        context: int | None = None,
+        draw: Draw = "random",
+        val_fraction: float = 0.1,
+        val_windows: int = 1024,
+        val_micro_batch: int | None = None,
+        seed: int = 1337,
+        on_device: bool | None = None,
+        workers: int | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("context", context), ("val_windows", val_windows), ("val_micro_batch", val_micro_batch)):
+            if value is not None and value < 1:
+                raise UserError(f"{name} {value} is below 1; give a positive number")
+        if draw not in get_args(Draw):
+            raise UserError(f"draw {draw!r} is not one of {', '.join(get_args(Draw))}")
+        if on_device and workers:
+            raise UserError(f"workers {workers} have nothing to read when on_device is true; leave one of them out")
+        self.corpus_path, self.tokenizer = corpus, tokenizer
+        self.global_batch, self.micro_batch, self.val_micro_batch = global_batch, micro_batch, val_micro_batch
+        self.context_option, self.draw, self.seed = context, draw, seed
+        self.val_fraction, self.val_windows = val_fraction, val_windows
+        self.on_device, self.workers = on_device, workers
+        self._corpus: Corpus | None = None
+        self._accumulate: int | None = None  # the Trainer's accumulate_grad_batches, once absorbed
+        self._device_tokens: Tensor | None = None
+        self._saved: dict[str, Any] | None = None  # a checkpoint's account of its data that came before setup
+
+    # ---- what others ask for, after setup
+
+    @property
+    def corpus(self) -> Corpus:
+        if self._corpus is None:
+            raise RuntimeError("the data module knows its corpus after setup()")
+        return self._corpus
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.corpus.vocabulary
+
+    @property
+    def plan(self) -> BatchPlan:
+        return self._source.plan
+
+    @property
+    def context(self) -> int:
+        return self._source.context
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens all ranks together feed per optimizer step."""
+        return self.plan.global_batch * self.context
+
+    def describe(self) -> str:
+        """One line for the start of a run."""
+        corpus, kind = self.corpus, f"{self.vocabulary.kind}, vocabulary {self.vocabulary.size}"
+        parts = f"{len(self._train):,} tokens to train, {len(self._validation):,} to validate"
+        dropped = sum(corpus.dropped.values())
+        note = f", {dropped:,} characters outside the vocabulary dropped" if dropped else ""
+        return f"{corpus.name} ({kind}): {parts}{note}; {self.plan}; context {self.context}; {self.draw} windows"
+
+    # ---- Lightning's hooks, in the order in which they are called
+
+    def setup(self, stage: str) -> None:
+        """Loads the corpus and plans the batches, on every rank alike. Communicates."""
+        trainer = self._trainer()
+        failure = None
+        try:
+            self._load(trainer)
+        except Exception as error:  # any: the other ranks must hear of it before this one leaves
+            failure = error
+        raise_together(trainer.strategy, failure)
+        compare_settings(
+            trainer.strategy,
+            {
+                "corpus": self.corpus.digest,
+                "vocabulary": self.vocabulary.digest,
+                "context": self.context,
+                "seed": self.seed,
+                "global batch": self.plan.global_batch,
+                "micro batch": self.plan.micro_batch,
+                "number of data ranks": self.plan.ranks,
+                "way to draw": get_args(Draw).index(self.draw),
+                "training part": len(self._train),
+            },
+        )
+        if self._saved is not None:
+            self.check_saved(self._saved)
+
+    def _trainer(self) -> lightning.Trainer:
+        if self.trainer is None:
+            raise RuntimeError("the data module is set up by a Trainer")
+        return self.trainer
+
+    def _load(self, trainer: lightning.Trainer) -> None:
+        if self._corpus is None:
+            self._corpus = load_corpus(self.corpus_path, self.tokenizer)
+        context = self.context_option or getattr(trainer.lightning_module, "context", None)
+        if context is None:
+            raise UserError("the model does not say its context; give --data.context")
+        self._train, self._validation = self._corpus.split(self.val_fraction, context)
+        if trainer.accumulate_grad_batches > 1:
+            # one batch of the loader is one optimizer step: accumulation happens inside it, not in the Trainer's loop
+            self._accumulate, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
+        # ranks of one tensor- or pipeline-parallel group share data; a foreign strategy knows only plain ranks
+        self._data_rank = getattr(trainer.strategy, "data_rank", trainer.global_rank)
+        ranks = getattr(trainer.strategy, "data_ranks", trainer.world_size)
+        assert 0 <= self._data_rank < ranks, f"the strategy names data rank {self._data_rank} of {ranks}"
+        plan = plan_batch(self.global_batch, self.micro_batch, self._accumulate, ranks)
+        self._source = StepSource(plan, self.draw, self.seed, context, len(self._train), self._data_rank)
+        self._place(trainer.strategy.root_device)
+
+    def _place(self, device: torch.device) -> None:
+        """Decides where windows are gathered: from a copy on the device, or on the host, by workers or without."""
+        token_bytes = 1 if self.vocabulary.size <= 256 else 4
+        small = len(self.corpus) * token_bytes <= DEVICE_BYTES
+        wanted = small and not self.workers if self.on_device is None else self.on_device
+        self._on_accelerator = device.type != "cpu"
+        self._gather_on_device = (
+            wanted and self._on_accelerator
+        )  # a CPU gathers from the corpus as it is, without a copy
+        default_workers = READ_AHEAD_WORKERS if self._on_accelerator and not self._gather_on_device else 0
+        self._workers = default_workers if self.workers is None else self.workers
+
+    def train_dataloader(self) -> StepLoader:
+        """Endless steps from the Trainer's current one. Communicates: the ranks compare their first windows."""
+        trainer = self._trainer()
+        compare_windows(trainer.strategy, self._source, trainer.global_step)
+        on_host = not self._gather_on_device and (self._workers > 0 or self._on_accelerator)
+        return StepLoader(
+            self._source,
+            current_step=lambda: trainer.global_step,
+            tokens=self._train if on_host else None,
+            workers=self._workers,
+            pin=trainer.strategy.root_device.type == "cuda",
+        )
+
+    def val_dataloader(self) -> ValLoader | list[Any]:
+        if not len(self._validation):
+            return []
+        micro = self.val_micro_batch or self.plan.micro_batch
+        return ValLoader(len(self._validation), self.context, self.val_windows, micro, self._data_rank, self.plan.ranks)
+
+    def test_dataloader(self) -> ValLoader | list[Any]:
+        return self.val_dataloader()
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Windows on the device: (accumulate, micro, context + 1) int64 to train, a ``ValBatch`` to validate."""
+        if isinstance(batch, ValStarts):
+            windows = self._gather(self._validation, batch.starts, device)
+            return ValBatch(windows, batch.weights.to(device, non_blocking=True))
+        if not isinstance(batch, StepBatch):
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        step = self._trainer().global_step
+        if batch.step != step:  # read ahead before a checkpoint told the step
+            batch = self._source.batch(step)
+        if batch.windows is not None:
+            return batch.windows.to(device, non_blocking=True).long()
+        return self._gather(self._train, batch.starts, device)
+
+    def _gather(self, part: TokenStream, starts: Tensor, device: torch.device) -> Tensor:
+        """Windows of a part at ``starts`` (any shape): (*starts.shape, context + 1) int64 on ``device``."""
+        if not self._gather_on_device:
+            return torch_tokens(part.gather(starts.numpy(), self.context + 1)).to(device).long()
+        if self._device_tokens is None or self._device_tokens.device != device:
+            self._device_tokens = torch_tokens(self.corpus.tokens.to_numpy()).to(device)
+        first = starts.to(device, non_blocking=True) + part.offset
+        within = torch.arange(self.context + 1, device=device)
+        return self._device_tokens[first.unsqueeze(-1) + within].long()
+
+    def teardown(self, stage: str) -> None:
+        self._device_tokens = None  # gives the device memory back; a later stage makes it anew
+
+    # ---- where the data came from
+
+    def state_dict(self) -> dict[str, Any]:
+        """Provenance, not a position: the step alone says where a run is."""
+        if self._corpus is None:
+            return {}
+        return {
+            "corpus": self.corpus.digest,
+            "vocabulary": self.vocabulary.digest,
+            "vocabulary_kind": self.vocabulary.kind,
+            "vocabulary_size": self.vocabulary.size,
+            "global_batch": self.plan.global_batch,
+            "context": self.context,
+            "draw": self.draw,
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._corpus is None:
+            self._saved = dict(state_dict)
+        else:
+            self.check_saved(state_dict)
+
+    def check_saved(self, saved: dict[str, Any]) -> None:
+        """Compares a checkpoint's ``state_dict`` with this run's.
+
+        Raises:
+            UserError: the tokens mean something else than those the weights were trained on.
+        """
+        now = self.state_dict()
+        if saved and saved["vocabulary"] != now["vocabulary"]:
+            was, is_ = (
+                f"{s['vocabulary_kind']} of {s['vocabulary_size']} ({s['vocabulary'][:12]})" for s in (saved, now)
+            )
+            raise UserError(
+                f"the checkpoint's vocabulary is {was}, but the corpus {self.corpus.name} has {is_}; use the corpus or"
+                " the prepared folder it was trained on"
+            )
+        meanings = {
+            "corpus": "training continues on other text",
+            "global_batch": "a step is not what it was: learning rate, schedule and step count mean something else",
+            "context": "windows have another length",
+            "draw": "the windows come in another order, and some may come again",
+            "seed": "the windows come in another order, and some may come again",
+        }
+        for name, meaning in meanings.items():
+            if saved and saved.get(name) != now[name]:
+                rank_zero_warn(f"{name} was {saved.get(name)} in the checkpoint and is {now[name]} now: {meaning}.")

@@ -1,0 +1,166 @@
+"""What a rank's Trainer iterates over: endless training steps, and fixed validation windows. Knows nothing of Lightning.
+
+Neither is a torch ``DataLoader`` for the Trainer to see, so no sampler is ever put in or taken away: which rank takes
+which windows is decided in ``windows.py`` alone.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lit_gpt_dist.data.stream import Tokens, TokenStream
+from lit_gpt_dist.data.windows import BatchPlan, Starts, epoch_starts, random_starts, rank_starts
+
+Draw = Literal["random", "epoch"]
+
+
+class StepBatch(NamedTuple):
+    """One optimizer step of one rank, before it goes to the device."""
+
+    step: int
+    starts: Tensor  # (accumulate, micro) int64, positions in the training part
+    windows: Tensor | None  # (accumulate, micro, context + 1), where they are read ahead on the host
+
+
+class ValStarts(NamedTuple):
+    """One validation batch of one rank, before it goes to the device."""
+
+    starts: Tensor  # (micro,) int64, positions in the validation part
+    weights: Tensor  # (micro,) float32: 1, or 0 for a window that only fills up the batch
+
+
+class ValBatch(NamedTuple):
+    """One validation batch: the loss of a data set is Σ weight · loss / Σ weight over all batches of all ranks."""
+
+    windows: Tensor  # (micro, context + 1) int64
+    weights: Tensor  # (micro,) float32
+
+
+@dataclass(frozen=True)
+class StepSource:
+    """The windows of one data rank as a function of the step. Holds no position and no random state."""
+
+    plan: BatchPlan
+    draw: Draw
+    seed: int
+    context: int
+    length: int  # tokens of the training part
+    data_rank: int
+
+    def global_starts(self, step: int) -> Starts:
+        """The global batch: shape (global_batch,)."""
+        count = self.plan.global_batch
+        if self.draw == "epoch":
+            return epoch_starts(self.seed, step, count, (self.length - 1) // self.context, self.context)
+        return random_starts(self.seed, step, count, self.length - self.context)
+
+    def starts(self, step: int) -> Starts:
+        """This rank's part of it: shape (accumulate, micro)."""
+        return rank_starts(self.global_starts(step), self.plan.micro_batch, self.data_rank, self.plan.ranks)
+
+    def batch(self, step: int, tokens: TokenStream | None = None) -> StepBatch:
+        """The step's batch, with the windows read from ``tokens`` where given."""
+        starts = self.starts(step)
+        windows = None if tokens is None else torch_tokens(tokens.gather(starts, self.context + 1))
+        return StepBatch(step, torch.from_numpy(np.ascontiguousarray(starts)), windows)
+
+
+def torch_tokens(tokens: Tokens) -> Tensor:
+    """As small a tensor as torch can index with: uint8, or int32 (which 16 and 32-bit token numbers fit)."""
+    return torch.from_numpy(tokens if tokens.dtype == np.uint8 else tokens.astype(np.int32))
+
+
+class StepLoader:
+    """Endless steps from the one that ``current_step`` names when the first is asked for.
+
+    Asking late matters: Lightning may create the iterator, and even read one batch, before a checkpoint has told it the
+    step. An iterator that finds itself somewhere else than the run jumps to it.
+    """
+
+    def __init__(
+        self,
+        source: StepSource,
+        current_step: Callable[[], int],
+        tokens: TokenStream | None = None,
+        workers: int = 0,
+        pin: bool = False,
+    ) -> None:
+        self.source = source
+        self.current_step = current_step
+        self.tokens = tokens  # given: windows are read on the host, ahead by ``workers`` processes
+        self.workers = workers
+        self.pin = pin
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        steps: Iterator[StepBatch] | None = None
+        following = 0  # the step that ``steps`` yields next
+        while True:
+            current = self.current_step()
+            if steps is None:
+                steps, following = self._from(current), current
+            elif not current <= following <= current + 1:  # the Trainer holds one batch in hand, or none
+                steps, following = self._from(current + 1), current + 1
+            following += 1
+            yield next(steps)
+
+    def _from(self, first: int) -> Iterator[StepBatch]:
+        ahead = _StepsFrom(self.source, first, self.tokens)
+        if self.tokens is None and not self.workers:
+            return (_pinned(batch) if self.pin else batch for batch in ahead)
+        return iter(DataLoader(ahead, batch_size=None, num_workers=self.workers, pin_memory=self.pin))
+
+
+class _StepsFrom(IterableDataset[StepBatch]):
+    """Steps ``first``, ``first`` + 1, …; worker w of W yields every W-th from ``first`` + w on.
+
+    A ``DataLoader`` takes from its workers in turn, so the steps arrive in order.
+    """
+
+    def __init__(self, source: StepSource, first: int, tokens: TokenStream | None) -> None:
+        self.source = source
+        self.first = first
+        self.tokens = tokens
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        worker = get_worker_info()
+        step, stride = (self.first, 1) if worker is None else (self.first + worker.id, worker.num_workers)
+        while True:
+            yield self.source.batch(step, self.tokens)
+            step += stride
+
+
+def _pinned(batch: StepBatch) -> StepBatch:
+    """Page-locked starts: copying pageable memory to a GPU waits for the GPU."""
+    return batch._replace(starts=batch.starts.pin_memory())
+
+
+class ValLoader:
+    """Fixed, non-overlapping windows spread evenly over the validation part, split over the data ranks.
+
+    Every rank has the same number of batches, for a sharded forward is a collective; where the windows do not divide,
+    batches are filled up with windows of weight 0.
+    """
+
+    def __init__(self, length: int, context: int, limit: int, micro: int, rank: int, ranks: int) -> None:
+        available = (length - 1) // context  # neighbours share one token: the last target is the next one's first input
+        count = min(available, limit)
+        places = np.arange(count, dtype=np.int64) * available // max(count, 1)
+        self._count = -(-count // (micro * ranks))  # batches of each rank
+        starts = np.zeros(self._count * micro * ranks, np.int64)
+        weights = np.zeros(len(starts), np.float32)
+        starts[:count], weights[:count] = places * context, 1
+        self._starts = rank_starts(starts, micro, rank, ranks)  # (batch, micro)
+        self._weights = weights.reshape(-1, ranks, micro)[:, rank]
+        self.windows = count  # over all ranks
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[ValStarts]:
+        for starts, weights in zip(self._starts, self._weights, strict=True):
+            yield ValStarts(torch.tensor(starts), torch.tensor(weights))
