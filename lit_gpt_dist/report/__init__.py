@@ -1,0 +1,1 @@
+"""Turns result lines into tables, verdicts on loss curves, pictures and one page. Trains nothing."""

@@ -1,0 +1,180 @@
+"""Names the likely cause of a curve that is not its reference's. Reads fields and losses; judges nothing.
+
+What the losses can tell: the loss of step 1 is taken before any update, so it depends on the weights' initial values,
+on the data, and on how the loss itself is averaged. Where it already differs, the data (or the averaging) is at fault;
+where it agrees, the data of that step was right and the update is at fault. One thing they cannot tell: AdamW divides a
+constant factor of the gradient out, so an undivided gradient stays small, and in bf16 may hide below rounding.
+"""
+
+import shlex
+
+import numpy as np
+
+from lit_gpt_dist.report.curves import Comparison, band
+from lit_gpt_dist.report.results import Run
+
+# options that must not change the curve: that is what the comparison is about
+_NEUTRAL = (
+    *("--trainer.devices", "--trainer.num_nodes", "--trainer.strategy", "--trainer.accelerator", "--trainer.precision"),
+    *("--trainer.default_root_dir", "--trainer.accumulate_grad_batches", "--trainer.enable_progress_bar"),
+    *("--trainer.log_every_n_steps", "--trainer.logger", "--data.micro_batch", "--data.num_workers"),
+    *("--model.recompute", "--model.compile", "--tag", "--ckpt_path", "--config"),
+)
+_NEUTRAL_GROUPS = ("--checkpoint.", "--trainer.strategy.", "--model.compile", "--trainer.val", "--trainer.limit_val")
+
+
+def likely_cause(comparison: Comparison) -> str:
+    """The first explanation that the evidence supports, as one sentence."""
+    assert comparison.reference is not None
+    curve, reference = comparison.curve, comparison.reference
+    return (
+        _other_fields(curve.run, reference.run)
+        or _not_finite(comparison)
+        or _resume(comparison)
+        or _scaled_loss(comparison)
+        or _other_options(curve.run, reference.run)
+        or _other_length(comparison)
+        or _from_the_first_step(comparison)
+    )
+
+
+def _other_fields(run: Run, reference: Run) -> str:
+    differing = []
+    for name, words in (
+        ("global_batch", "another global batch"),
+        ("seed", "another seed"),
+        ("corpus_hash", "another corpus"),
+        ("context", "another context"),
+        ("params", "another model"),
+    ):
+        mine, other = getattr(run, name), getattr(reference, name)
+        if mine is not None and other is not None and mine != other:
+            differing.append(f"{words} ({name} {mine} against {other})")
+    return "; ".join(differing)
+
+
+def _not_finite(comparison: Comparison) -> str:
+    broken = comparison.steps[~np.isfinite(comparison.difference)]
+    return f"a loss that is not finite from step {broken[0]} on" if broken.size else ""
+
+
+def _resume(comparison: Comparison) -> str:
+    first = _first_large(comparison)
+    for seam in comparison.curve.seams:
+        if first == seam + 1:
+            return f"the resume after step {seam}: data read again or skipped, or a state that was not restored"
+    if comparison.curve.steps[0] > 1 and first == comparison.steps[0]:
+        start = int(comparison.curve.steps[0]) - 1
+        return f"the run starts at step {start} and is off from its first loss on: another checkpoint, or data read again or skipped"
+    return ""
+
+
+def _scaled_loss(comparison: Comparison) -> str:
+    """Losses that are a multiple of the reference's: a sum where a mean belongs."""
+    ratio = _early_ratio(comparison)
+    run = comparison.curve.run
+    if ratio is None or abs(ratio - 1) < 0.25:
+        return ""
+    for factor, words in (
+        (run.accum, "the loss is not divided by accumulation"),
+        (run.world, "the loss is summed over ranks, not averaged"),
+        (run.accum * run.world, "the loss is neither divided by accumulation nor averaged over ranks"),
+    ):
+        if factor > 1 and abs(ratio / factor - 1) < 0.02:
+            both = " (or summed over ranks: there are as many)" if factor == run.accum == run.world else ""
+            return f"{words}{both}: the first loss is {ratio:.3g} × the reference's at accumulate {run.accum}, {run.world} ranks"
+    return f"the loss is averaged otherwise: the first one is {ratio:.3g} × the reference's"
+
+
+def _early_ratio(comparison: Comparison) -> float | None:
+    if not comparison.steps.size or comparison.steps[0] != 1:
+        return None
+    reference = comparison.reference
+    assert reference is not None
+    first = reference.losses[0]
+    return float((first + comparison.difference[0]) / first) if first else None
+
+
+def _other_options(run: Run, reference: Run) -> str:
+    """Options of the two command lines that differ and can change a curve."""
+    mine, other = _options(run.command), _options(reference.command)
+    if mine is None or other is None:
+        return ""
+    differing = [
+        f"{name} {mine.get(name, 'not given')} against {other.get(name, 'not given')}"
+        for name in sorted(mine.keys() | other.keys())
+        if mine.get(name) != other.get(name) and name not in _NEUTRAL and not name.startswith(_NEUTRAL_GROUPS)
+    ]
+    return "options differ: " + "; ".join(differing) if differing else ""
+
+
+def _options(command: str | None) -> dict[str, str] | None:
+    if not command:
+        return None
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return None
+    found: dict[str, str] = {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            found[name] = value if equals else following if not following.startswith("--") else "true"
+    return found
+
+
+def _other_length(comparison: Comparison) -> str:
+    assert comparison.reference is not None
+    mine, other = comparison.curve.last_step, comparison.reference.last_step
+    if mine == other or _starts_apart(comparison) != "no":
+        return ""
+    return f"the runs end at steps {mine} and {other}: a learning-rate schedule that depends on the number of steps would do this"
+
+
+def _from_the_first_step(comparison: Comparison) -> str:
+    run, reference = comparison.curve.run, comparison.reference
+    assert reference is not None
+    data = _data_faults(run)
+    update = _update_faults(run, reference.run)
+    apart = _starts_apart(comparison)
+    if apart == "yes":
+        return f"the loss of step 1, before any update, is already off by {abs(comparison.difference[0]):.2g}: {data}"
+    if apart == "no":
+        return f"step 1 agrees, so its data and the initial weights do too, and the update differs: {update}"
+    return f"{data}; or, in the update: {update}"
+
+
+def _data_faults(run: Run) -> str:
+    if run.world > 1:
+        return f"the {run.world} ranks share data (each must take its own part of the global batch), or initial weights differ between ranks"
+    return "other data, or other initial weights"
+
+
+def _update_faults(run: Run, reference: Run) -> str:
+    faults = []
+    if max(run.accum, reference.accum) > 1:
+        faults.append(f"gradients not divided by accumulation ({run.accum}; the reference: {reference.accum})")
+    if run.world > 1:
+        faults.append(f"gradients not averaged over the {run.world} ranks")
+    return ", ".join([*faults, "or another learning rate, clipping or schedule"])
+
+
+def _starts_apart(comparison: Comparison) -> str:
+    """Whether the loss of step 1 already differs: yes, no, or unclear (within rounding, or step 1 was not compared)."""
+    assert comparison.reference is not None
+    if not comparison.steps.size or comparison.steps[0] != 1:
+        return "unclear"
+    limits = band(comparison.curve.run, comparison.reference.run)
+    size = abs(float(comparison.difference[0]))
+    if size > limits.rounding:
+        return "yes"
+    # an average over a batch rounds far less than one number: a tenth of the band is still agreement
+    return "no" if size <= max(limits.same, limits.rounding / 10) else "unclear"
+
+
+def _first_large(comparison: Comparison) -> int | None:
+    """The first step beyond the rounding band."""
+    assert comparison.reference is not None
+    limits = band(comparison.curve.run, comparison.reference.run)
+    large = comparison.steps[~(np.abs(comparison.difference) <= limits.rounding_at(comparison.steps))]
+    return int(large[0]) if large.size else None

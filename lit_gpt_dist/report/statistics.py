@@ -1,0 +1,248 @@
+"""Groups runs into cases and compares cases: medians, spread, scaling efficiency, speed-up, ablations. Pure arithmetic."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from lit_gpt_dist.report.results import FAILED, OK, OUT_OF_MEMORY, Run
+
+
+@dataclass(frozen=True)
+class Case:
+    """The rounds of one configuration. Runs that only differ in tag, seed or corpus are rounds of the same case."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def first(self) -> Run:
+        return self.runs[0]
+
+    @property
+    def measured(self) -> list[Run]:
+        return [run for run in self.runs if run.status == OK]
+
+    @property
+    def status(self) -> str:
+        """A case that ran in any round is a measurement; the others are shown by what stopped them."""
+        if self.measured:
+            return OK
+        return OUT_OF_MEMORY if any(run.status == OUT_OF_MEMORY for run in self.runs) else FAILED
+
+    def median(self, value: Callable[[Run], float | None]) -> float | None:
+        values = [v for run in self.measured if (v := value(run)) is not None]
+        return statistics.median(values) if values else None
+
+    @property
+    def tok_s(self) -> float | None:
+        return self.median(lambda run: run.tok_s)
+
+    @property
+    def spread(self) -> float | None:
+        """(largest − smallest) / median of tokens/s over the rounds; None where there is one round only."""
+        rates = [run.tok_s for run in self.measured if run.tok_s]
+        return (max(rates) - min(rates)) / statistics.median(rates) if len(rates) > 1 else None
+
+    @property
+    def options(self) -> str:
+        return describe_options(self.first)
+
+
+def describe_options(run: Run) -> str:
+    """What differs from the plain run, in words."""
+    parts = [run.precision]
+    if run.recompute not in ("none", ""):
+        parts.append(f"recompute {run.recompute}")
+    if run.compile not in ("none", ""):
+        parts.append("compile" if run.compile == "yes" else f"compile {run.compile}")
+    if run.variant:
+        parts.append(run.variant)
+    elif run.bucket_cap_mb is not None and run.bucket_cap_mb != 25:  # 25 MB is DDP's own default
+        parts.append(f"bucket {run.bucket_cap_mb:g} MB")
+    return ", ".join(parts)
+
+
+def _model(run: Run) -> tuple:
+    return run.size, run.params, run.context
+
+
+def _arithmetic(run: Run) -> tuple:
+    """What a one-card run must share for its speed to be the base of an efficiency."""
+    return *_model(run), run.precision, run.recompute, run.compile, run.device
+
+
+def case_key(run: Run) -> tuple:
+    return (
+        *_arithmetic(run),
+        run.mode,
+        run.world,
+        run.micro,
+        run.accum,
+        run.global_batch,
+        run.bucket_cap_mb,
+        run.variant,
+    )
+
+
+def group_cases(runs: Iterable[Run]) -> list[Case]:
+    """Runs by case, sorted as a table reads: size, batch, precision, mode, cards.
+
+    A round that stopped could not count its parameters or name its card: it joins the rounds of its case that ran.
+    """
+    groups: dict[tuple, list[Run]] = {}
+    ran_as: dict[str, tuple] = {}
+    stopped = []
+    for run in runs:
+        if run.status == OK:
+            groups.setdefault(case_key(run), []).append(run)
+            ran_as.setdefault(run.case or "", case_key(run))
+        else:
+            stopped.append(run)
+    for run in stopped:
+        key = ran_as.get(run.case, case_key(run)) if run.case else case_key(run)
+        groups.setdefault(key, []).append(run)
+    cases = [Case(tuple(group)) for group in groups.values()]
+    return sorted(cases, key=lambda case: _reading_order(case.first))
+
+
+def _reading_order(run: Run) -> tuple:
+    modes = ("single", "ddp", "zero1", "zero2", "fsdp2", "hsdp")
+    mode = modes.index(run.mode) if run.mode in modes else len(modes)
+    options = (run.precision, run.recompute, run.compile, run.variant)
+    return (
+        run.params or 0,
+        run.size,
+        run.context or 0,
+        options,
+        mode,
+        run.mode,
+        run.world,
+        run.micro,
+        run.accum,
+        run.source,
+    )
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A case against the one-card cases it can be compared with; None where there is none."""
+
+    weak_efficiency: float | None  # the same size, micro-batch and accumulation on one card
+    strong_efficiency: float | None  # the same size and global batch on one card
+    speed_up: (
+        float | None
+    )  # tok/s over one card's: the same global batch where it was run, else the same batch per card
+
+
+class Bases:
+    """The one-card cases, looked up by what a comparison must hold equal."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        self._weak: dict[tuple, Case] = {}
+        self._strong: dict[tuple, Case] = {}
+        # a variant is never a base; `single` comes before a strategy that ran on one card
+        singles = [c for c in cases if c.first.world == 1 and c.tok_s and not c.first.variant]
+        for case in sorted(singles, key=lambda c: c.first.mode != "single"):
+            run = case.first
+            self._weak.setdefault((*_arithmetic(run), run.micro, run.accum), case)
+            key = (*_arithmetic(run), run.global_batch)
+            best = self._strong.get(key)
+            # strong scaling asks how fast one card can do this batch, so its fastest split into micro-batches is the base
+            if best is None or (case.tok_s or 0) > (best.tok_s or 0):
+                self._strong[key] = case
+
+    def weak(self, case: Case) -> Case | None:
+        run = case.first
+        return self._weak.get((*_arithmetic(run), run.micro, run.accum))
+
+    def strong(self, case: Case) -> Case | None:
+        return self._strong.get((*_arithmetic(case.first), case.first.global_batch))
+
+    def scaling(self, case: Case) -> Scaling:
+        weak, strong = self.weak(case), self.strong(case)
+        speed_up = ratio(case, strong) or ratio(case, weak)
+        return Scaling(
+            weak_efficiency=_per_card(ratio(case, weak), case.first.world),
+            strong_efficiency=_per_card(ratio(case, strong), case.first.world),
+            speed_up=speed_up,
+        )
+
+
+def ratio(case: Case, base: Case | None) -> float | None:
+    return case.tok_s / base.tok_s if base and base.tok_s and case.tok_s else None
+
+
+def _per_card(speed_up: float | None, world: int) -> float | None:
+    """Scaling efficiency = tok/s(N) / (N · tok/s(1)) (facts: with a fixed batch per card that is t(1)/t(N))."""
+    return speed_up / world if speed_up is not None else None
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """A switched option against the same case without the switch."""
+
+    case: Case
+    base: Case
+    change: float | None  # tok/s with the switch over tok/s without, minus 1
+    extra_ms: float | None  # what the switch adds to a step
+    expected_factor: float | None  # bytes per step with the switch over without; only for no_sync
+    measured_factor: float | None  # the same of the time beyond the one-card step
+
+
+def ablations(cases: Sequence[Case], bases: Bases) -> list[Ablation]:
+    plain = {_without_switch(case.first): case for case in cases if not case.first.variant}
+    found = []
+    for case in cases:
+        base = plain.get(_without_switch(case.first)) or _switched_field(case, plain)
+        if case.first.variant and base:
+            found.append(_ablation(case, base, bases.weak(base)))
+    return found
+
+
+def _without_switch(run: Run) -> tuple:
+    return (*_arithmetic(run), run.mode, run.world, run.micro, run.accum)
+
+
+def _switched_field(case: Case, plain: dict[tuple, Case]) -> Case | None:
+    """The base of a variant whose switch is itself a field (precision, recompute, compile): what is left must be equal."""
+    run = case.first
+    rest = (*_model(run), run.device, run.mode, run.world, run.micro, run.accum)
+    for base in plain.values():
+        other = base.first
+        if rest == (*_model(other), other.device, other.mode, other.world, other.micro, other.accum):
+            same = (
+                (run.precision == other.precision) + (run.recompute == other.recompute) + (run.compile == other.compile)
+            )
+            if same >= 2:  # one switch at a time
+                return base
+    return None
+
+
+def _ablation(case: Case, base: Case, one_card: Case | None) -> Ablation:
+    speed = ratio(case, base)
+    with_ms, without_ms = (c.median(lambda run: run.step_ms) for c in (case, base))
+    one_ms = one_card.median(lambda run: run.step_ms) if one_card else None
+    extra = with_ms - without_ms if with_ms is not None and without_ms is not None else None
+    expected = measured = None
+    if case.first.variant == NO_SYNC_OFF:
+        expected = no_sync_factor(case.first.mode, case.first.accum, case.first.precision)
+        if one_ms is not None and with_ms is not None and without_ms is not None and without_ms > one_ms:
+            measured = (with_ms - one_ms) / (without_ms - one_ms)
+    return Ablation(case, base, speed - 1 if speed is not None else None, extra, expected, measured)
+
+
+NO_SYNC_OFF = "no_sync off"
+
+
+def no_sync_factor(mode: str, accumulate: int, precision: str) -> float | None:
+    """Bytes per step when every micro-batch reduces, over the bytes when only the last one does.
+
+    DDP: accumulate (facts: "DDP without no_sync: A times that"). FSDP2 gathers weights of p bytes twice in every
+    micro-batch either way and only the reduction of g bytes is saved: A·(2p + g) / (A·2p + g).
+    """
+    if mode == "ddp":
+        return float(accumulate)
+    if mode == "fsdp2":
+        weight_bytes, gradient_bytes = (2, 4) if precision.startswith(("bf16", "16")) else (4, 4)
+        every = accumulate * (2 * weight_bytes + gradient_bytes)
+        return every / (accumulate * 2 * weight_bytes + gradient_bytes)
+    return None

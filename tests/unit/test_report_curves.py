@@ -1,0 +1,185 @@
+"""Verdicts on planted curves: the same run, rounding, and every fault that the report names."""
+
+import numpy as np
+import pytest
+
+from lit_gpt_dist.report.compare import compare_all
+from lit_gpt_dist.report.curves import Verdict, join_curves
+from lit_gpt_dist.report.results import Run
+
+STEPS = 40
+BASE = 4.0 * np.exp(-np.arange(STEPS) / 40) + 1.2
+NOISE = np.random.default_rng(0).standard_normal(STEPS)
+
+
+def run(tag, losses=BASE, mode="ddp", world=2, micro=16, accum=2, **fields):
+    fields = dict(size="tiny", context=64, params=10, device="cpu", seed=1, corpus_hash="abc", tok_s=1.0) | fields
+    batch = fields.pop("global_batch", 64)
+    return Run(
+        f"f:{tag}",
+        tag,
+        mode=mode,
+        world=world,
+        micro=micro,
+        accum=accum,
+        global_batch=batch,
+        losses=tuple(losses),
+        **fields,
+    )
+
+
+REFERENCE = run("reference", mode="single", world=1, accum=4)
+
+
+def judge(*runs, reference=None):
+    return {c.curve.run.tag: c for c in compare_all(join_curves([REFERENCE, *runs]), reference)}
+
+
+def verdict(other):
+    return judge(other)[other.tag].verdict
+
+
+def test_the_one_device_run_is_the_reference_whatever_the_order_of_the_lines():
+    found = compare_all(join_curves([run("a"), run("b", precision="bf16-mixed", world=1), REFERENCE]))
+    assert all(c.reference.run.tag == "reference" for c in found)
+    assert found[-1].verdict is Verdict.REFERENCE
+
+
+def test_fp32_within_1e_6_is_the_same_curve_and_beyond_is_a_different_run():
+    assert verdict(run("near", BASE + 5e-7 * np.sign(NOISE))) is Verdict.SAME
+    assert verdict(run("far", BASE + 1e-5 * np.sign(NOISE))) is Verdict.DIFFERENT
+
+
+def test_fp64_is_held_to_1e_12_against_an_fp64_reference():
+    fp64 = run("fp64", mode="single", world=1, precision="64-true")
+    near = run("near", BASE + 5e-13, precision="64-true")
+    far = run("far", BASE + 1e-10, precision="64-true")
+    found = judge(fp64, near, far)
+    assert found["near"].reference.run.tag == "fp64"
+    assert found["near"].verdict is Verdict.SAME
+    assert found["far"].verdict is Verdict.DIFFERENT
+
+
+def test_bf16_noise_of_a_few_thousandths_is_rounding_and_a_tenth_is_not():
+    bf16 = dict(precision="bf16-mixed", device="NVIDIA H200", mem_gib=1.0)
+    assert verdict(run("rounding", BASE + 2e-3 * np.tanh(NOISE), **bf16)) is Verdict.ROUNDING
+    assert verdict(run("bug", BASE + 0.1 * np.tanh(NOISE), **bf16)) is Verdict.DIFFERENT
+
+
+def test_fp32_on_a_gpu_may_round_in_tf32_but_not_more():
+    gpu = dict(device="NVIDIA H200", mem_gib=1.0)
+    assert verdict(run("tf32", BASE + 1e-4 * np.tanh(NOISE), **gpu)) is Verdict.ROUNDING
+    assert verdict(run("bug", BASE + 1e-2, **gpu)) is Verdict.DIFFERENT
+
+
+def test_the_first_step_beyond_the_tolerance_is_named():
+    losses = BASE.copy()
+    losses[6:] += 0.01
+    found = judge(run("late", losses))["late"]
+    assert (found.first_beyond, found.max_difference) == (7, pytest.approx(0.01))
+
+
+def test_ranks_that_share_data_are_told_by_the_first_loss():
+    found = judge(run("shared", BASE + 0.03 * NOISE, world=4, accum=1))["shared"]
+    assert found.verdict is Verdict.DIFFERENT
+    assert "4 ranks share data" in found.cause
+    assert "accumulation" not in found.cause
+
+
+def test_a_loss_that_is_not_divided_by_accumulation_is_told_by_its_multiple():
+    found = judge(run("undivided", BASE * 4, world=1, accum=4))["undivided"]
+    assert found.verdict is Verdict.DIFFERENT
+    assert "not divided by accumulation" in found.cause
+    assert "share data" not in found.cause
+
+
+def test_a_loss_that_is_summed_over_ranks_is_told_by_its_multiple():
+    assert "summed over ranks" in judge(run("summed", BASE * 4, world=4, accum=1))["summed"].cause
+
+
+def test_undivided_gradients_are_told_by_a_first_loss_that_agrees():
+    losses = BASE.copy()
+    losses[1:] += 0.002 * np.arange(1, STEPS)
+    found = judge(run("gradients", losses))["gradients"]
+    assert found.first_beyond == 2
+    assert "step 1 agrees" in found.cause
+    assert "gradients not divided by accumulation (2; the reference: 4)" in found.cause
+    assert "share data" not in found.cause
+
+
+def test_where_the_first_loss_is_within_doubt_both_causes_are_named():
+    losses = BASE + 0.2 * np.sign(NOISE)
+    losses[0] = BASE[0] + 5e-3  # bf16: more than agreement, less than a fault
+    cause = judge(run("doubt", losses, precision="bf16-mixed"))["doubt"].cause
+    assert "share data" in cause
+    assert "not divided by accumulation" in cause
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(seed=2), "another seed (seed 2 against 1)"),
+        (dict(corpus_hash="xyz"), "another corpus (corpus_hash xyz against abc)"),
+        (dict(context=32), "another context (context 32 against 64)"),
+    ],
+)
+def test_a_field_that_differs_is_named(fields, words):
+    found = judge(run("other", BASE + 0.01, **fields))["other"]
+    assert found.verdict is Verdict.DIFFERENT
+    assert words in found.cause
+
+
+def test_an_option_that_differs_is_named_and_neutral_ones_are_not():
+    reference = run(
+        "r", mode="single", world=1, accum=4, command="lit-gpt-dist fit --tag r --trainer.devices 1 --optimizer.lr 1e-3"
+    )
+    other = run("o", BASE + 0.01, command="lit-gpt-dist fit --tag o --trainer.devices 2 --optimizer.lr=3e-4")
+    found = compare_all(join_curves([reference, other]))[1]
+    assert found.cause == "options differ: --optimizer.lr 3e-4 against 1e-3"
+
+
+def test_another_global_batch_is_not_compared_and_says_so():
+    found = judge(run("weak", BASE + 0.1, world=4, global_batch=128))["weak"]
+    assert found.verdict is Verdict.ALONE
+    assert "128" in found.cause
+    assert "64" in found.cause
+
+
+def test_another_global_batch_held_against_a_named_reference_is_a_different_run():
+    found = judge(run("weak", BASE + 0.1, global_batch=128), reference="reference")["weak"]
+    assert "another global batch (global_batch 128 against 64)" in found.cause
+
+
+def test_a_resumed_run_is_one_curve():
+    parts = run("r", BASE[:20]), run("r", BASE[20:], start=20, mode="fsdp2")
+    found = judge(*parts)["r"]
+    assert (found.verdict, found.curve.seams, len(found.steps)) == (Verdict.SAME, (20,), STEPS)
+
+
+def test_steps_done_again_after_a_kill_replace_the_lost_ones():
+    parts = run("r", [*BASE[:20], 9.0, 9.0]), run("r", BASE[20:], start=20)
+    assert judge(*parts)["r"].verdict is Verdict.SAME
+
+
+def test_a_resume_that_reads_data_again_is_named_at_its_step():
+    parts = run("r", BASE[:20]), run("r", BASE[:20] + 0.01, start=20)
+    found = judge(*parts)["r"]
+    assert found.first_beyond == 21
+    assert "resume after step 20" in found.cause
+
+
+def test_a_part_whose_beginning_is_missing_is_compared_where_it_can_be():
+    found = judge(run("late", BASE[20:], start=20))["late"]
+    assert (found.verdict, int(found.steps[0])) == (Verdict.SAME, 21)
+
+
+def test_repeated_tags_from_the_start_are_rounds_not_resumes():
+    assert len(join_curves([run("a"), run("a")])) == 2
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    losses = BASE.copy()
+    losses[10:] = np.nan
+    found = judge(run("nan", losses))["nan"]
+    assert found.verdict is Verdict.DIFFERENT
+    assert "not finite from step 11" in found.cause
