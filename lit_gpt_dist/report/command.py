@@ -117,7 +117,11 @@ def _print(console: Console, report: Report, damaged: list[Damage]) -> None:
 
 
 def _print_table(console: Console, table: Table) -> None:
-    console.print(table.without_empty_columns().narrowed_to(console.width).terminal())
+    fitting = table.without_empty_columns().narrowed_to(console.width)
+    if fitting.rows:
+        console.print(fitting.terminal())
+    for note in fitting.notes:
+        console.print(f"[dim]{_plain(note)}[/]")
 
 
 def _print_curves(console: Console, table: Table) -> None:

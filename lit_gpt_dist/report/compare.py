@@ -11,6 +11,7 @@ from lit_gpt_dist.report.curves import Comparison, Curve, Verdict, band
 from lit_gpt_dist.report.results import Run
 
 _NOTHING = np.empty(0)
+_NO_ONE: list[Curve] = []
 
 
 def model_and_batch(run: Run) -> tuple:
@@ -60,9 +61,10 @@ def compare_all(curves: Sequence[Curve], reference_tag: str | None = None) -> li
     best: dict[tuple, Curve | None] = {}  # one search a group, not one a run
     comparisons = []
     for curve in curves:
-        candidates = (
-            _candidates(curve, exact, near) if not named else named if curve.run.size == named[0].run.size else []
-        )
+        if named:
+            candidates = named if curve.run.size == named[0].run.size else _NO_ONE
+        else:
+            candidates = _candidates(curve, exact, near)
         group = id(candidates), curve.run.precision.startswith("64")
         if group not in best:
             best[group] = choose_reference(curve, candidates)

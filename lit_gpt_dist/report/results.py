@@ -58,6 +58,10 @@ class Run:
     variant: str = ""  # what an ablation switched, in words
     shape: dict[str, Any] = field(default_factory=dict)  # model fields that differ from the preset
     error: str | None = None
+    matmul_precision: str | None = None  # "highest": no TF32
+    record: dict[str, Any] = field(
+        default_factory=dict, repr=False
+    )  # the whole line but for the losses, for the planner
 
     @property
     def last_step(self) -> int:
@@ -138,11 +142,12 @@ def parse_line(line: str, source: str) -> Run:
             known[name] = _text(known[name])
     losses = tuple(math.nan if loss is None else float(loss) for loss in record.get("losses") or ())
     batch = record.get("global_batch") or record["micro"] * record["accum"] * record["world"]
-    return Run(**{**known, "source": source, "losses": losses, "global_batch": int(batch), "status": status})
+    found = {"source": source, "losses": losses, "global_batch": int(batch), "status": status}
+    return Run(**{**known, **found, "record": {k: v for k, v in record.items() if k != "losses"}})
 
 
 def _check(record: dict[str, Any], status: str) -> None:
-    needed = ["tag", "mode", "size", *_COUNTS] + (["tok_s", "losses"] if status == OK else [])
+    needed = ["tag", "mode", "size", *_COUNTS] + (["losses"] if status == OK else [])
     missing = [name for name in needed if record.get(name) is None]
     if missing:
         raise ValueError(f"no {', '.join(missing)}")

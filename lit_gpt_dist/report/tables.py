@@ -46,9 +46,7 @@ class Table:
         return f"<h2>{html.escape(self.title)}</h2><div class=wide><table><thead>{head}</thead><tbody>{body}</tbody></table></div>{notes}"
 
     def terminal(self) -> TerminalTable:
-        table = TerminalTable(
-            title=self.title, title_justify="left", caption="\n".join(self.notes) or None, caption_justify="left"
-        )
+        table = TerminalTable(title=self.title, title_justify="left")
         for i, header in enumerate(self.headers):
             table.add_column(header, justify="left" if i == 0 else "right", overflow="fold")
         for cells in self.rows:

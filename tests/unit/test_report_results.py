@@ -41,7 +41,7 @@ def test_unknown_fields_are_no_damage():
         (line(mem_gib="much"), "mem_gib is 'much'"),
         (line(start=-1), "start is -1"),
         (line(status="fine"), "status 'fine'"),
-        ('{"tag": "a"}', "no mode, size, world, micro, accum, tok_s, losses"),
+        ('{"tag": "a"}', "no mode, size, world, micro, accum, losses"),
     ],
 )
 def test_a_damaged_line_is_named_with_its_reason_and_the_others_are_read(tmp_path, text, why):
