@@ -79,7 +79,7 @@ class StepLoader:
     """Endless steps from the one that ``current_step`` names when the first is asked for.
 
     Asking late matters: Lightning may create the iterator, and even read one batch, before a checkpoint has told it the
-    step. An iterator that finds itself somewhere else than the run jumps to it.
+    step. When the run jumps to another step, so does the iterator.
     """
 
     def __init__(
@@ -97,16 +97,16 @@ class StepLoader:
         self.pin = pin
 
     def __iter__(self) -> Iterator[StepBatch]:
-        steps: Iterator[StepBatch] | None = None
-        following = 0  # the step that ``steps`` yields next
+        seen = following = self.current_step()  # the run's step when last asked, and the step that ``steps`` yields next
+        steps = self._from(following)
         while True:
-            current = self.current_step()
-            if steps is None:
-                steps, following = self._from(current), current
-            elif not current <= following <= current + 1:  # the Trainer holds one batch in hand, or none
-                steps, following = self._from(current + 1), current + 1
             following += 1
             yield next(steps)
+            current = self.current_step()
+            if current - seen not in (0, 1):  # not the run's own progress: keep as far ahead of it as before
+                following += current - seen
+                steps = self._from(following)
+            seen = current
 
     def _from(self, first: int) -> Iterator[StepBatch]:
         ahead = _StepsFrom(self.source, first, self.tokens)

@@ -9,6 +9,7 @@ Folder: ``tokens-00000.bin`` … (little-endian unsigned integers), ``vocabulary
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -47,6 +48,8 @@ def main(argv: list[str]) -> int:
         _make_folder(partial)
         facts = _prepare(files, options.input, partial, options)
         _put_in_place(partial, out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}); free space there or give another --out") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     _report(facts, out)
@@ -207,4 +210,4 @@ def _report(facts: dict[str, Any], out: Path) -> None:
         often = ", ".join(f"{character!r} × {count:,}" for character, count in list(dropped.items())[:5])
         total = f"{sum(dropped.values()):,} characters of {len(dropped)} kinds"
         console.print(f"dropped {total} outside the allowed set, most often {often}", markup=False)
-    console.print(f"next: lit-gpt-dist fit --data.corpus {out}", markup=False)
+    console.print(f"next: lit-gpt-dist fit --data.corpus {shlex.quote(str(out))}", markup=False)
