@@ -1,0 +1,110 @@
+"""Bytes of this project's GPT that live between forward and backward. Follows model/gpt.py line by line.
+
+What autograd keeps, per token and layer; h width, k keys-and-values width (2·kv_heads·head width), f feed-forward
+width; e bytes of a compute value, r bytes of the residual stream:
+
+| saved by                     | tensor                                  | bytes            |
+|------------------------------|-----------------------------------------|------------------|
+| attention_norm               | its input, the residual stream          | r·h              |
+| attention_norm               | mean and 1/σ (RMSNorm: 1/rms), fp32     | 8 (4)            |
+| query_key_value              | its input, the norm's output            | e·h              |
+| attention                    | queries, keys, values                   | e·(h + k)        |
+| attention, RoPE              | rotated queries and keys; the values    | e·(h + k/2)      |
+|                              | keep the unrotated product alive        |                  |
+| attention                    | its output, shared with `output`        | e·h              |
+| attention, flash             | log-sum-exp, fp32                       | 4·heads          |
+| attention, not flash         | probabilities (+ dropped ones and mask) | e·heads·s (…)    |
+| feed_forward_norm            | input and statistics                    | r·h + 8 (4)      |
+| up (and gate)                | their input; autocast casts it for each | e·h (2·e·h)      |
+| GELU; down                   | input; output                           | 2·e·f            |
+| SwiGLU; down                 | gate, silu(gate), up; product           | 4·e·f            |
+| dropout, when on             | two masks of one byte                   | 2·h              |
+
+Autocast on CUDA keeps the residual stream and the norms' outputs in fp32 (r = 4) and hands bf16 copies to the linear
+layers (e = 2): 36·h a GELU layer, against Korthikanti's 34·h, which has a 16-bit residual stream and dropout masks.
+FSDP2's own mixed precision has everything in bf16 (r = 2): 32·h. fp32: r = e = 4. The 16-bit weight copies are not
+here: they are counted with the weights.
+"""
+
+from typing import NamedTuple
+
+from lit_gpt_dist.model.config import GPTConfig
+
+FP32_BYTES = 4
+
+
+class Widths(NamedTuple):
+    """Bytes of a value in matrix products (``compute``) and in the residual stream."""
+
+    compute: int
+    residual: int
+
+
+def widths(precision: str, fully_sharded: bool = False) -> Widths:
+    """Widths for a precision; ``fully_sharded``: FSDP2's policy casts the whole model, autocast only the products."""
+    if precision == "32-true":
+        return Widths(4, 4)
+    if precision == "bf16-true" or fully_sharded:
+        return Widths(2, 2)
+    return Widths(2, 4)
+
+
+def norm_statistics_bytes(config: GPTConfig) -> int:
+    return (2 if config.norm == "layernorm" else 1) * FP32_BYTES
+
+
+def attention_saved_bytes(config: GPTConfig, context: int, width: Widths, flash: bool = True) -> float:
+    """Bytes per token of one attention layer, its norm included."""
+    keys_values = 2 * config.kv_heads * config.head_width
+    rotated = config.width + keys_values / 2 if config.positions == "rope" else 0
+    values = config.width + (config.width + keys_values) + rotated + config.width  # input, q k v, rotated, output
+    if flash:
+        scores = float(FP32_BYTES * config.heads)
+    else:
+        dropped = width.compute + 1 if config.dropout > 0 else 0
+        scores = float((width.compute + dropped) * config.heads * context)
+    return width.residual * config.width + norm_statistics_bytes(config) + width.compute * values + scores
+
+
+def feed_forward_saved_bytes(config: GPTConfig, width: Widths) -> float:
+    """Bytes per token of one feed-forward layer, its norm included."""
+    inner = 2 if config.activation == "gelu" else 4
+    inputs = 2 if config.activation == "swiglu" and width.compute != width.residual else 1
+    values = inputs * config.width + inner * config.ff_width
+    return width.residual * config.width + norm_statistics_bytes(config) + width.compute * values
+
+
+def layer_saved_bytes(config: GPTConfig, context: int, width: Widths, flash: bool = True) -> float:
+    """Bytes per token of one block; see the table above."""
+    masks = 2 * config.width if config.dropout > 0 else 0
+    return attention_saved_bytes(config, context, width, flash) + feed_forward_saved_bytes(config, width) + masks
+
+
+def ends_saved_bytes(config: GPTConfig, width: Widths) -> float:
+    """Bytes per token outside the blocks, logits not counted: tokens and targets, final norm, the head's input."""
+    mask = config.width if config.dropout > 0 else 0
+    return 16 + width.residual * config.width + norm_statistics_bytes(config) + width.compute * config.width + mask
+
+
+def saved_bytes(
+    config: GPTConfig, batch: int, context: int, width: Widths, flash: bool = True, recompute: bool = False
+) -> float:
+    """All activations alive when the forward of one micro-batch ends, logits not counted.
+
+    With ``recompute`` each block keeps its input only; the one that is whole again in backward comes on top.
+    """
+    layer = width.residual * config.width if recompute else layer_saved_bytes(config, context, width, flash)
+    kept = config.layers * layer
+    return batch * context * (kept + ends_saved_bytes(config, width))
+
+
+# Bytes a logit at the peak of the loss. Eager, from the operations: backward holds the log-probabilities, the gradient
+# that nll_loss returns and the one log_softmax returns, each fp32. Compiled: not derived but read off two measured
+# shapes (H200, plain loop, torch 2.11: 21.2 and 40.7 GiB at 32 and 64 windows of gpt2-124m; 49.0 GiB for big 16×1024).
+LOGIT_BYTES_EAGER = 12
+LOGIT_BYTES_COMPILED = 6
+
+
+def logits_bytes(config: GPTConfig, batch: int, context: int, compiled: bool) -> float:
+    """Logits, their fp32 copies and their gradients at the peak."""
+    return batch * context * config.vocab_size * float(LOGIT_BYTES_COMPILED if compiled else LOGIT_BYTES_EAGER)

@@ -1,0 +1,164 @@
+"""Which strategy to take, in words: the first in the order of cost that fits, and why the others were not taken.
+
+The order is single card → accumulation → recomputation → DDP → ZeRO-1 → ZeRO-2 → FSDP2 → HSDP → tensor parallel inside a
+node → pipeline across nodes. Each step costs more communication or more code than the one before.
+"""
+
+from dataclasses import dataclass, replace
+
+from lit_gpt_dist.planner.estimate import Estimate, estimate
+from lit_gpt_dist.planner.hardware import GIB
+from lit_gpt_dist.planner.job import Job
+from lit_gpt_dist.planner.layout import NOT_TRAINABLE, layout
+from lit_gpt_dist.planner.limits import largest_dividing_micro_batch
+from lit_gpt_dist.planner.running import judge_communication
+
+NAMES = {
+    "single": "one card",
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "fsdp2": "FSDP2",
+    "hsdp": "HSDP",
+    "tp": "tensor parallel",
+    "pp": "pipeline parallel",
+}
+ORDER = ("ddp", "zero1", "zero2", "fsdp2", "hsdp", "tp", "pp")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The recommended job and strategy (None: nothing fits, or memory is unknown) and one line for each step looked at."""
+
+    strategy: str | None
+    job: Job
+    reason: str
+    ruled_out: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def command(self, model_options: str) -> str | None:
+        """The `fit` command that runs it, where this version can; ``model_options`` as they were given to `plan`."""
+        if self.strategy is None or self.strategy in NOT_TRAINABLE:
+            return None
+        job = self.job
+        options = [
+            f"lit-gpt-dist fit {model_options} --data.global_batch {job.global_batch} --data.micro_batch {job.micro_batch}",
+            f"--trainer.precision {job.precision} --model.recompute {'full' if job.recompute else 'none'}",
+        ]
+        if self.strategy != "single":
+            options.append(f"--trainer.strategy {self.strategy} --trainer.devices {job.devices}")
+            options += [f"--trainer.num_nodes {job.nodes}"] if job.nodes > 1 else []
+        return " ".join(options)
+
+
+def gib(value: float | None) -> str:
+    return "unknown" if value is None else f"{value / GIB:.1f} GiB"
+
+
+def advise(job: Job) -> Advice:
+    if job.usable_bytes is None:
+        reason = f"the memory of {job.device.name} is not known, so nothing can be said to fit; give --memory_gib"
+        return Advice(None, job, reason, (), ())
+    one_card, ruled_out = smallest_change_for_one_card(job)
+    if one_card is not None and job.world == 1:
+        return Advice("single", one_card, one_card_reason(job, one_card), tuple(ruled_out), notes(one_card, "single"))
+    for strategy in ORDER if job.world > 1 else ():
+        chosen, why_not = consider(job, strategy)
+        if chosen is not None:
+            return Advice(strategy, chosen, chosen_reason(chosen, strategy), tuple(ruled_out), notes(chosen, strategy))
+        ruled_out.append(f"{NAMES[strategy]}: {why_not}")
+    if one_card is not None:
+        return Advice("single", one_card, one_card_reason(job, one_card), tuple(ruled_out), notes(one_card, "single"))
+    return Advice(None, job, "no strategy fits on these cards; take more cards, cards with more memory, or a smaller model",
+                  tuple(ruled_out), ())  # fmt: skip
+
+
+def fitting(job: Job, strategy: str) -> tuple[Job, Estimate] | None:
+    """The job as given, then with a smaller micro-batch, then with recomputation: the first that fits."""
+    plan = layout(job, strategy)
+    if plan.impossible:
+        return None
+    tried = [job]
+    for recompute in (job.recompute, True):
+        changed = replace(job, recompute=recompute)
+        if smaller := largest_dividing_micro_batch(changed, plan):
+            tried += [replace(changed, micro_batch=min(job.micro_batch, smaller))]
+    for candidate in tried:
+        found = estimate(candidate, strategy)
+        if found.fits and not found.impossible:
+            return candidate, found
+    return None
+
+
+def smallest_change_for_one_card(job: Job) -> tuple[Job | None, list[str]]:
+    """What one card would need, and a line for each change that did not suffice."""
+    alone = replace(job, devices=1, nodes=1)
+    found = fitting(alone, "single")
+    as_asked = estimate(alone, "single")
+    lines = []
+    if as_asked.impossible:
+        lines.append(f"one card: {as_asked.impossible}")
+    elif not as_asked.fits:
+        lines.append(f"one card as asked: {gib(as_asked.peak_bytes)} of {gib(job.usable_bytes)} usable")
+    if found is None:
+        smallest = estimate(replace(alone, micro_batch=1, recompute=True), "single")
+        lines.append(f"accumulation and recomputation: one window at a time still needs {gib(smallest.peak_bytes)}")
+    elif found[0].recompute and not job.recompute:
+        lines.append("accumulation alone: no micro-batch fits without recomputation")
+    if found is not None and job.world > 1:
+        lines.append(f"one card: fits, but leaves {job.world - 1} of {job.world} cards idle")
+    return (found[0] if found else None), lines
+
+
+def one_card_reason(job: Job, chosen: Job) -> str:
+    if chosen.recompute and not job.recompute:
+        return f"one card holds it with recomputation (about 30% more time) and micro-batches of {chosen.micro_batch}"
+    if chosen.micro_batch != job.micro_batch:
+        return f"one card holds it with accumulation over micro-batches of {chosen.micro_batch}, which costs next to nothing"
+    return "one card holds it: nothing to send, nothing to recompute"
+
+
+def consider(job: Job, strategy: str) -> tuple[Job | None, str]:
+    """The job that this strategy should run, or why it should not."""
+    plan = layout(job, strategy)
+    if plan.impossible:
+        return None, plan.impossible
+    if strategy == "tp" and job.link.kind != "nvlink":
+        why = "4 all-reduces a layer cannot hide behind compute"
+        return None, f"not advised over {job.link.name}: {why}; it wants NVLink inside a node"
+    found = fitting(job, strategy)
+    if found is None:
+        asked = estimate(job, strategy)
+        return None, asked.impossible or f"needs {gib(asked.peak_bytes)} of {gib(job.usable_bytes)} usable"
+    if strategy in NOT_TRAINABLE:
+        return None, "would fit, but `fit` of this version does not run it"
+    return found[0], ""
+
+
+def chosen_reason(chosen: Job, strategy: str) -> str:
+    found = estimate(chosen, strategy)
+    reason = (
+        f"{NAMES[strategy]} is the cheapest that fits: {gib(found.peak_bytes)} of {gib(chosen.usable_bytes)} usable"
+    )
+    if chosen.recompute:
+        reason += ", with recomputation"
+    if found.times and found.times.step and found.times.exposed is not None:
+        share = found.times.exposed / found.times.step
+        reason += f"; exposed communication {share:.0%} of a step, {judge_communication(share)}"
+    return reason
+
+
+def notes(job: Job, strategy: str) -> tuple[str, ...]:
+    """What else is worth knowing about the choice."""
+    found, lines = estimate(job, strategy), []
+    times = found.times
+    if times and times.step and times.exposed is not None and times.exposed / times.step > 0.2:
+        lines.append("a larger global batch at the same micro-batch accumulates more per reduction and hides more")
+    if found.accumulate > 1 and not job.no_sync:
+        lines.append(f"no_sync is off: {found.accumulate} reductions a step where one is enough")
+    if job.link.kind == "unknown" and job.world > 1:
+        lines.append("no link was given, so communication has no time; give --link")
+    if strategy == "fsdp2" and found.accumulate > 1 and job.no_sync:
+        whole = 4 * job.model.parameters()
+        lines.append(f"accumulating with one reduction keeps whole gradients on each card: {gib(whole)}")
+    return tuple(lines)

@@ -1,0 +1,184 @@
+"""`lit-gpt-dist plan`: asks the planner and prints the answer. Imports no torch."""
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+from rich.console import Console
+
+from lit_gpt_dist.errors import EXIT_OK, UserError
+from lit_gpt_dist.planner import activations, render, running
+from lit_gpt_dist.planner.advice import Advice, advise
+from lit_gpt_dist.planner.calibration import to_json
+from lit_gpt_dist.planner.compare import compare_line, read_lines
+from lit_gpt_dist.planner.estimate import Estimate, estimate
+from lit_gpt_dist.planner.explain import FIGURES, explain
+from lit_gpt_dist.planner.footprint import strategy_widths
+from lit_gpt_dist.planner.inference import InferencePlan, plan_inference
+from lit_gpt_dist.planner.job import Job
+from lit_gpt_dist.planner.layout import STRATEGIES
+from lit_gpt_dist.planner.limits import largest_micro_batch, largest_model_parameters
+from lit_gpt_dist.planner.options import job_from, model_options, parser
+
+WIDE = 190  # columns of the widest table: piped output is not squeezed into 80
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    job = job_from(options)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDE)
+    if options.compare:
+        return compare(console, options, job)
+    if options.task == "inference":
+        return inference(console, options, job)
+    estimates = [estimate(job, name) for name in ([options.strategy] if options.strategy else STRATEGIES)]
+    if options.explain:
+        chosen = estimates[0] if options.strategy else first_explainable(estimates, job)
+        console.print("\n".join(explain(job, chosen, options.explain)), highlight=False, markup=False, soft_wrap=True)
+        return EXIT_OK
+    advice = advise(job)
+    if options.json:
+        print(json.dumps(as_json(job, estimates, advice, extras(options, job, estimates, advice)), indent=1))
+        return EXIT_OK
+    print_all(console, options, job, estimates, advice)
+    return EXIT_OK
+
+
+def first_explainable(estimates: list[Estimate], job: Job) -> Estimate:
+    """Without --strategy: DDP where there are several cards, else one card."""
+    wanted = "ddp" if job.world > 1 else "single"
+    return next(found for found in estimates if found.strategy == wanted)
+
+
+def print_all(
+    console: Console, options: argparse.Namespace, job: Job, estimates: list[Estimate], advice: Advice
+) -> None:
+    console.print(
+        "\n".join(render.heading(job, getattr(options, "model.size"))), highlight=False, markup=False, soft_wrap=True
+    )
+    render.print_plan(console, estimates)
+    if options.strategy and not estimates[0].impossible:
+        for figure in FIGURES:
+            console.print("\n".join(explain(job, estimates[0], figure)), highlight=False, markup=False, soft_wrap=True)
+        return
+    console.print(render.activation_table(activation_choices(job)))
+    possible = [found for found in estimates if not found.impossible]
+    limits = [
+        (found, largest_micro_batch(job, found.layout, found.accumulate), largest_model_parameters(job, found.layout))
+        for found in possible
+    ]
+    console.print(render.limits_table(limits))
+    for line in extras(options, job, estimates, advice)["lines"]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    render.print_advice(console, advice, model_options(options))
+
+
+def activation_choices(job: Job) -> list[tuple[str, float, float]]:
+    """Bytes with and without recomputation, with and without flash attention."""
+    width = strategy_widths(job, estimate(dataclasses.replace(job, devices=1, nodes=1), "single").layout)
+    rows = []
+    for name, flash in (("flash", True), ("not flash", False)):
+        layer = job.micro_batch * job.context * activations.layer_saved_bytes(job.model, job.context, width, flash)
+        both = [
+            activations.saved_bytes(job.model, job.micro_batch, job.context, width, flash, again)
+            for again in (False, True)
+        ]
+        rows.append((name, both[0], both[1] + layer))
+    return rows
+
+
+def extras(options: argparse.Namespace, job: Job, estimates: list[Estimate], advice: Advice) -> dict[str, Any]:
+    """Answers to the questions about cost, failures and learning rates, as figures and as lines."""
+    figures: dict[str, Any] = {}
+    lines: list[str] = []
+    if options.tokens:
+        for found in [estimate(advice.job, advice.strategy)] if advice.strategy else estimates:
+            if found.tokens_per_second:
+                cost = running.cost(options.tokens, found.tokens_per_second, found.layout.ranks)
+                figures[f"cost_{found.strategy}"] = cost._asdict()
+                lines.append(
+                    f"{options.tokens:g} tokens with {found.strategy}: {cost.days:,.1f} days, {cost.card_hours:,.0f} card-hours"
+                )
+        if not lines:
+            lines.append(f"{options.tokens:g} tokens: time unknown, because the speed is")
+    if options.mtbf_hours:
+        hours = running.mean_time_between_failures(options.mtbf_hours, job.nodes)
+        seconds = running.checkpoint_interval_seconds(options.checkpoint_seconds, hours * 3600)
+        figures["checkpoint_interval_seconds"] = seconds
+        lines.append(
+            f"a failure every {hours:.2f} h on {job.nodes} nodes: save every {seconds / 60:.0f} minutes (√(2·c·T), c {options.checkpoint_seconds:g} s)"
+        )
+    if options.base_lr or options.base_batch:
+        if not (options.base_lr and options.base_batch):
+            raise UserError("one of --base_lr and --base_batch is missing; the rule needs both")
+        growth = job.global_batch / options.base_batch
+        rate = running.scaled_learning_rate(options.base_lr, growth, options.optimizer)
+        figures["learning_rate"] = rate
+        rule = "× k with warm-up (SGD)" if options.optimizer == "sgd" else "× √k (Adam-like)"
+        lines.append(
+            f"batch × {growth:g}: learning rate {options.base_lr:g} {rule} = {rate:.3g}; past the critical batch size more buys nothing"
+        )
+    return {"figures": figures, "lines": lines}
+
+
+def inference(console: Console, options: argparse.Namespace, job: Job) -> int:
+    widths = [options.bits] if options.bits else [16, 8, 4]
+    plans = [plan_inference(job.model, options.batch, job.context, bits, job.usable_bytes) for bits in widths]
+    if options.json:
+        print(json.dumps([plan._asdict() for plan in plans], indent=1))
+        return EXIT_OK
+    console.print(
+        f"{options.batch} sequences of {job.context} tokens on {job.device.name}", highlight=False, markup=False
+    )
+    console.print(render.inference_table(plans))
+    console.print(inference_advice(plans, job), highlight=False, markup=False)
+    return EXIT_OK
+
+
+def inference_advice(plans: list[InferencePlan], job: Job) -> str:
+    if plans[0].cards is None:
+        return f"the memory of {job.device.name} is not known; give --memory_gib"
+    if plans[0].cards == 1:
+        return f"One card holds it at {plans[0].bits} bits."
+    fitting = next((plan for plan in plans if plan.cards == 1), None)
+    several = f"{plans[0].cards} cards hold it at {plans[0].bits} bits"
+    return (
+        f"{several}; one card holds it quantised to {fitting.bits} bits."
+        if fitting
+        else f"{several}; no width here fits on one."
+    )
+
+
+def compare(console: Console, options: argparse.Namespace, job: Job) -> int:
+    comparisons = [compare_line(line, job.calibration, job.link) for line in read_lines(options.compare)]
+    if options.json:
+        print(json.dumps([dataclasses.asdict(one) for one in comparisons], indent=1))
+        return EXIT_OK
+    console.print(render.comparison_table(comparisons))
+    for one in comparisons:
+        if one.why:
+            console.print(f"{one.tag} ({one.mode}, {one.size}): {one.why}", highlight=False, markup=False)
+    return EXIT_OK
+
+
+def as_json(job: Job, estimates: list[Estimate], advice: Advice, more: dict[str, Any]) -> dict[str, Any]:
+    described = dataclasses.asdict(dataclasses.replace(job, calibration=None))
+    return {
+        "job": described | {"calibration": to_json(job.calibration) if job.calibration else None},
+        "parameters": job.model.parameters(),
+        "strategies": {found.strategy: estimate_json(job, found) for found in estimates},
+        "advice": {"strategy": advice.strategy, "reason": advice.reason, "ruled_out": advice.ruled_out, "notes": advice.notes,
+                   "micro_batch": advice.job.micro_batch, "recompute": advice.job.recompute},
+        **more["figures"],
+    }  # fmt: skip
+
+
+def estimate_json(job: Job, found: Estimate) -> dict[str, Any]:
+    figures = dataclasses.asdict(found) | {"peak_bytes": found.peak_bytes}
+    if not found.impossible:
+        figures["largest_micro_batch"] = largest_micro_batch(job, found.layout, found.accumulate)
+        figures["largest_model_parameters"] = largest_model_parameters(job, found.layout)
+    return figures

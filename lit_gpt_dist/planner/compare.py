@@ -1,0 +1,137 @@
+"""Predictions beside a results file: peak memory and step time of each line. Knows nothing of how they are shown."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.model.config import PRESETS, GPTConfig, preset
+from lit_gpt_dist.planner.calibration import Calibration
+from lit_gpt_dist.planner.estimate import estimate
+from lit_gpt_dist.planner.hardware import GIB, Link, device_by_name
+from lit_gpt_dist.planner.job import Job
+from lit_gpt_dist.planner.layout import STRATEGIES
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One measured run. A pair is (predicted, measured); None where either side is missing, ``why`` says what."""
+
+    tag: str
+    mode: str
+    size: str
+    micro: int
+    recompute: str
+    memory_gib: tuple[float, float] | None
+    step_ms: tuple[float, float] | None
+    why: str = ""
+
+
+def miss(pair: tuple[float, float] | None) -> float | None:
+    """Predicted over measured, minus one."""
+    return None if pair is None or not pair[1] else pair[0] / pair[1] - 1
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Objects of a JSON-lines file; a damaged line is an error that names it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give a results.jsonl that `fit` wrote") from error
+    lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            lines.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"{path}:{number} is not JSON ({error}); remove the line") from error
+    return lines
+
+
+def model_of(line: dict[str, Any]) -> GPTConfig:
+    """The shape of a run: its preset with the line's context, vocabulary and other fields; checked against ``params``.
+
+    Options of the recorded command fill in shapes that the line does not hold.
+    """
+    fields: dict[str, Any] = {**shape_from_command(str(line.get("command") or "")), **(line.get("shape") or {})}
+    fields["context"] = line.get("context") or fields.get("context")
+    fields["vocab_size"] = line.get("vocab") or fields.get("vocab_size")
+    config = preset(str(line["size"]), **fields)
+    wanted = line.get("params")
+    if wanted and config.parameters() != wanted and not line.get("vocab"):
+        rest = wanted - config.parameters() + config.vocab_size * config.width * (1 if config.tied else 2)
+        rows = rest // (config.width * (1 if config.tied else 2))
+        config = preset(str(line["size"]), **{**fields, "vocab_size": max(1, rows)})
+    if wanted and config.parameters() != wanted:
+        raise UserError(f"{config.parameters():,} parameters for its shape, but the run says {wanted:,}")
+    return config
+
+
+def shape_from_command(command: str) -> dict[str, Any]:
+    """`--model.layers 4` and the like, for the fields of a GPTConfig."""
+    kinds = {f: type(v) for f, v in preset("tiny").to_dict().items()}
+    found: dict[str, Any] = {}
+    for name, value in re.findall(r"--model\.(\w+)[= ](\S+)", command):
+        if name in kinds:
+            kind = kinds[name]
+            found[name] = value.lower() == "true" if kind is bool else kind(value)
+    return found
+
+
+def job_of(line: dict[str, Any], calibration: Calibration | None, link: Link) -> Job:
+    """The job a results line describes. Under a mode this version plans."""
+    mode, world = str(line["mode"]), int(line["world"])
+    if mode not in STRATEGIES or line["size"] not in PRESETS:
+        raise UserError(f"mode {mode!r}, size {line['size']!r} cannot be planned")
+    compiled = str(line.get("compile") or "none").lower() not in ("none", "false")
+    execution = (
+        "graph"
+        if "graph" in f"{line.get('compile')} {line.get('graph') or ''}".lower()
+        else "compiled"
+        if compiled
+        else "eager"
+    )
+    device = device_by_name(str(line.get("device") or "unknown"))
+    return Job(
+        model_of(line),
+        device,
+        devices=world,
+        link=link,
+        global_batch=int(line["global_batch"]),
+        micro_batch=int(line["micro"]),
+        precision=line.get("precision") or "32-true",
+        recompute=(line.get("recompute") or "none") == "full",
+        execution=execution,  # type: ignore[arg-type]
+        no_sync=line.get("no_sync") is not False,
+        reshard_after_forward=line.get("reshard_after_forward") is not False,
+        calibration=calibration,
+    )
+
+
+def compare_line(line: dict[str, Any], calibration: Calibration | None, link: Link) -> Comparison:
+    fields = {name: line.get(name) for name in ("tag", "mode", "size", "micro", "recompute")}
+    head = (
+        str(fields["tag"]),
+        str(fields["mode"]),
+        str(fields["size"]),
+        int(fields["micro"] or 0),
+        str(fields["recompute"] or "none"),
+    )
+    if (line.get("status") or "ok") != "ok":
+        return Comparison(*head, None, None, f"the run ended as {line['status']}")
+    try:
+        job = job_of(line, calibration, link)
+        found = estimate(job, str(line["mode"]))
+    except (KeyError, UserError) as error:
+        return Comparison(*head, None, None, f"{error}")
+    if found.impossible:
+        return Comparison(*head, None, None, found.impossible)
+    memory = step = None
+    if line.get("mem_gib") and found.peak_bytes:
+        memory = (found.peak_bytes / GIB, float(line["mem_gib"]))
+    if line.get("step_ms") and found.times and found.times.step:
+        step = (found.times.step * 1e3, float(line["step_ms"]))
+    return Comparison(*head, memory, step)

@@ -1,0 +1,117 @@
+"""Seconds that a micro-batch and an optimizer step take on one card. Knows nothing of other cards.
+
+Two ways, named in every result:
+
+* *calibrated*: rates that `doctor --measure` found on this machine, applied to counted work: matrix products, attention,
+  memory traffic of everything else, kernel launches;
+* *assumed*: model FLOPs over peak × an assumed MFU. A device whose peak is not known gives no time at all.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lit_gpt_dist.model.config import GPTConfig
+from lit_gpt_dist.model.flops import flops_per_token
+from lit_gpt_dist.planner.activations import Widths
+
+RECOMPUTE_FACTOR = 4 / 3  # one more forward: 8N instead of 6N; wall time about +30%
+ATTENTION_REDONE = (
+    3.5 / 3.0
+)  # flash attention computes the scores again in backward (Dao et al. 2022): 7 products for 6
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one device achieves, measured. Seconds and bytes/s; ``matmul`` maps the inner width to FLOP/s, ascending."""
+
+    matmul: tuple[tuple[float, float], ...]
+    attention_flops: float
+    copy_bandwidth: float  # bytes read plus bytes written per second
+    launch_seconds: float  # host time of one eager operation, forward and backward averaged
+    kernel_seconds: float  # device time of a kernel with almost nothing to do, inside a graph
+
+    def matmul_at(self, width: float) -> float:
+        """FLOP/s of products with this inner width: straight between measured widths, beyond them the end's."""
+        below = [point for point in self.matmul if point[0] <= width]
+        above = [point for point in self.matmul if point[0] > width]
+        if not below or not above:
+            return (below or above)[-1 if below else 0][1]
+        (x0, y0), (x1, y1) = below[-1], above[0]
+        return y0 + (y1 - y0) * (width - x0) / (x1 - x0)
+
+
+class MicroTime(NamedTuple):
+    """Seconds of one micro-batch, forward and backward."""
+
+    products: float
+    attention: float
+    traffic: float
+    kernels: float  # starting and ending kernels, on the device
+    launches: float  # host time; hidden while the device has more to do
+    total: float
+
+
+# Bytes that pointwise kernels read and write per token and layer, forward and backward, matrix products and attention
+# excluded (their measured rates contain their traffic). Counted for a pre-norm GELU block with a residual stream of r and
+# compute values of e bytes, h width, f feed-forward width.
+def layer_traffic_bytes(config: GPTConfig, width: Widths, compiled: bool) -> float:
+    """Compiled: each residual add is fused with the norm after it. Eager: every operation reads and writes by itself."""
+    e, r, h, f = width.compute, width.residual, config.width, config.ff_width
+    activation = (2 if config.activation == "gelu" else 4) * e * f + (3 if config.activation == "gelu" else 6) * e * f
+    joined = 2 * e * (h + 2 * config.kv_heads * config.head_width)  # gradients of q, k, v put side by side
+    if compiled:
+        forward = 2 * (r + e + r + e) * h  # add reads r and e, writes r; the norm writes e
+        backward = 2 * (e + r + r + r + e) * h  # reads a gradient, the input, the residual gradient; writes both widths
+    else:
+        cast = r + e if r != e else 0
+        forward = 2 * ((r + r) + cast + (r + e + r)) * h  # norm, cast, add
+        norm_backward = cast + 3 * r + 2 * r  # input gradient, then the weight's gradient over the same two inputs
+        backward = 2 * (norm_backward + 3 * r + cast) * h  # and the sum with the residual's gradient
+    return forward + backward + activation + joined
+
+
+LOSS_TRAFFIC_COMPILED = (
+    2 + 2 + 2 + 2 + 2
+)  # write logits, two reductions, read again, write their gradient: 2 bytes each
+LOSS_TRAFFIC_EAGER = 6 + 12 + 12 + 16 + 6  # cast, log_softmax, nll backward, softmax backward, cast back: fp32 mostly
+OPERATIONS_EAGER, OPERATIONS_COMPILED = 48, 22  # kernels a layer, forward and backward; see layer_traffic_bytes
+OPERATIONS_ENDS = 30  # embedding, final norm, head, loss
+
+
+def micro_seconds(
+    config: GPTConfig, batch: int, context: int, width: Widths, rates: Rates, execution: str, recompute: bool
+) -> MicroTime:
+    """Calibrated time of one micro-batch; ``execution`` is eager, compiled or graph (no launches left)."""
+    tokens = batch * context
+    compiled = execution != "eager"
+    again = RECOMPUTE_FACTOR if recompute else 1.0
+    head = 6.0 * config.vocab_size * config.width
+    flops = flops_per_token(config, context)
+    products = tokens * ((flops.six_n - head) * again + head) / rates.matmul_at(config.width)
+    attention = tokens * (flops.half_attention - flops.six_n) * ATTENTION_REDONE * again / rates.attention_flops
+    loss = config.vocab_size * (LOSS_TRAFFIC_COMPILED if compiled else LOSS_TRAFFIC_EAGER)
+    pointwise = tokens * (config.layers * layer_traffic_bytes(config, width, compiled) * again + loss)
+    casts = (
+        12 * config.matmul_parameters() if width.compute != width.residual else 0
+    )  # weights to 16 bits, gradients back
+    traffic = (pointwise + casts) / rates.copy_bandwidth
+    operations = config.layers * (OPERATIONS_COMPILED if compiled else OPERATIONS_EAGER) * again + OPERATIONS_ENDS
+    kernels = operations * rates.kernel_seconds
+    launches = 0.0 if execution == "graph" else operations * rates.launch_seconds
+    device = products + attention + traffic + kernels
+    return MicroTime(products, attention, traffic, kernels, launches, max(device, launches))
+
+
+def optimizer_seconds(parameters: float, state_bytes: float, weight_bytes: float, copy_bandwidth: float) -> float:
+    """Clipping reads, then scales the gradients; a fused optimizer reads all state and writes weights and moments.
+
+    ``state_bytes`` a parameter (weights, gradients, moments); gradients are ``weight_bytes`` wide.
+    """
+    clipping = 3 * weight_bytes
+    update = 2 * state_bytes - weight_bytes  # everything read, all but the gradients written
+    return parameters * (clipping + update) / copy_bandwidth
+
+
+def assumed_micro_seconds(flops: float, tokens: float, peak_flops: float, mfu: float, recompute: bool) -> float:
+    """Model FLOPs over peak × MFU; recomputation costs one more forward on top."""
+    return flops * tokens / (peak_flops * mfu) * (RECOMPUTE_FACTOR if recompute else 1.0)

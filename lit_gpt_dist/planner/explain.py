@@ -1,0 +1,205 @@
+"""The arithmetic of any figure, step by step, with the numbers in it. Recomputes nothing: prints what went in and came out."""
+
+from collections.abc import Callable
+
+from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.model.flops import flops_per_token
+from lit_gpt_dist.planner import activations, time
+from lit_gpt_dist.planner.compute import RECOMPUTE_FACTOR
+from lit_gpt_dist.planner.estimate import Estimate, communication_seconds, micro_compute_seconds
+from lit_gpt_dist.planner.footprint import KINDS, block_parameters, root_parameters, strategy_widths
+from lit_gpt_dist.planner.hardware import GIB
+from lit_gpt_dist.planner.job import Job
+from lit_gpt_dist.planner.limits import largest_micro_batch
+from lit_gpt_dist.planner.memory import state_bytes_per_parameter
+
+
+def explain(job: Job, found: Estimate, figure: str) -> list[str]:
+    """Lines of arithmetic for one of ``FIGURES``.
+
+    Raises:
+        UserError: no such figure, or the strategy is impossible here.
+    """
+    if figure not in FIGURES:
+        raise UserError(f"figure {figure!r} is not one of {', '.join(FIGURES)}")
+    if found.impossible:
+        raise UserError(f"{found.strategy} has no figures here: {found.impossible}; choose another --strategy")
+    return [f"{figure} under {found.strategy}"] + ["  " + line for line in FIGURES[figure](job, found)]
+
+
+def state(kind: str) -> Callable[[Job, Estimate], list[str]]:
+    def lines(job: Job, found: Estimate) -> list[str]:
+        assert found.footprint
+        each = getattr(state_bytes_per_parameter(job.precision, job.optimizer), kind)
+        shards = getattr(
+            found.layout, {"weights": "weight_shards", "gradients": "gradient_shards"}.get(kind, "optimizer_shards")
+        )
+        parameters, result = job.model.parameters(), found.footprint.kinds[kind]
+        text = [f"Ψ = {parameters:,} parameters × {each:g} bytes ({job.precision}, {job.optimizer}) / {shards} shards"]
+        text.append(f"  = {parameters * each / shards / GIB:.3f} GiB")
+        text.append(f"at the peak ({found.footprint.moment}), accumulate {found.accumulate}: {result / GIB:.3f} GiB")
+        if kind == "gradients" and result == 0:
+            text.append("(freed by zero_grad; they are made while backward frees activations)")
+        return text
+
+    return lines
+
+
+def copies(job: Job, found: Estimate) -> list[str]:
+    assert found.footprint
+    width = strategy_widths(job, found.layout).compute
+    if found.strategy in ("fsdp2", "hsdp"):
+        root, block = root_parameters(job.model), block_parameters(job.model)
+        text = f"{width} bytes × (root {root:,.0f} + gathered blocks of {block:,.0f} parameters)"
+    else:
+        text = (
+            f"16-bit copies of {job.model.matmul_parameters():,} matmul weights that autocast holds: {width} bytes each"
+        )
+    return [text, f"at the peak ({found.footprint.moment}): {found.footprint.kinds['copies'] / GIB:.3f} GiB"]
+
+
+def activation_lines(job: Job, found: Estimate) -> list[str]:
+    assert found.footprint
+    width, model = strategy_widths(job, found.layout), job.model
+    layer = activations.layer_saved_bytes(model, job.context, width, job.flash)
+    attention = activations.attention_saved_bytes(model, job.context, width, job.flash)
+    kept = width.residual * model.width if job.recompute else layer
+    tokens = job.micro_batch * job.context
+    lines = [
+        f"compute values {width.compute} bytes, residual stream {width.residual} bytes; h = {model.width}, f = {model.ff_width}",
+        f"a layer saves {layer:,.0f} bytes a token ({layer / model.width:.2f}·h): attention {attention:,.0f}, "
+        f"feed-forward {activations.feed_forward_saved_bytes(model, width):,.0f}",
+    ]
+    if job.recompute:
+        lines.append(f"recomputed: a block keeps its input only, {kept:,.0f} bytes a token")
+    ends = activations.ends_saved_bytes(model, width)
+    lines.append(
+        f"tokens {job.micro_batch} × {job.context} = {tokens:,}; × ({model.layers} layers × {kept:,.0f} + ends {ends:,.0f})"
+    )
+    lines.append(f"  = {tokens * (model.layers * kept + ends) / GIB:.3f} GiB")
+    lines.append(f"at the peak ({found.footprint.moment}): {found.footprint.kinds['activations'] / GIB:.3f} GiB")
+    return lines
+
+
+def logits(job: Job, found: Estimate) -> list[str]:
+    assert found.footprint
+    compiled = job.execution != "eager"
+    each = activations.LOGIT_BYTES_COMPILED if compiled else activations.LOGIT_BYTES_EAGER
+    why = "read off measurements" if compiled else "log-probabilities and two gradients, fp32"
+    total = activations.logits_bytes(job.model, job.micro_batch, job.context, compiled)
+    return [
+        f"{job.micro_batch} × {job.context} tokens × {job.model.vocab_size:,} logits × {each} bytes ({why})",
+        f"  = {total / GIB:.3f} GiB, over {found.layout.tensor} tensor ranks",
+        f"at the peak ({found.footprint.moment}): {found.footprint.kinds['logits'] / GIB:.3f} GiB",
+    ]
+
+
+def peak(job: Job, found: Estimate) -> list[str]:
+    assert found.footprint
+    parts = [f"{kind} {found.footprint.kinds[kind] / GIB:.3f}" for kind in KINDS if found.footprint.kinds[kind]]
+    moments = ", ".join(f"{name} {total / GIB:.2f}" for name, total in found.footprint.totals.items())
+    lines = [" + ".join(parts), f"  = {found.footprint.peak_bytes / GIB:.2f} GiB", f"moments of a step, GiB: {moments}"]
+    if job.usable_bytes is not None:
+        lines.append(f"usable {job.usable_bytes / GIB:.1f} GiB: {'fits' if found.fits else 'does not fit'}")
+    return lines
+
+
+def sent(job: Job, found: Estimate) -> list[str]:
+    gradient = state_bytes_per_parameter(job.precision, job.optimizer).gradients
+    width, ranks = strategy_widths(job, found.layout).compute, found.layout.data_ranks
+    parameters = job.model.parameters() / (found.layout.tensor * found.layout.stages)
+    if found.strategy in ("fsdp2", "hsdp"):
+        shards, gathers = found.layout.weight_shards, 2 if job.reshard_after_forward else 1
+        reductions = 1 if job.no_sync else found.accumulate
+        formula = (
+            f"({shards} − 1)/{shards} × {parameters:,.0f} × ({gathers} gathers × {width} bytes × {found.accumulate} micro-batches"
+            f" + {gradient:g} bytes × {reductions} reductions)"
+        )
+    else:
+        formula = f"2·({ranks} − 1)/{ranks} × {parameters:,.0f} × {gradient:g} bytes"
+        formula += "" if job.no_sync else f" × {found.accumulate} micro-batches"
+    if found.layout.tensor * found.layout.stages > 1:
+        formula += " + what layers or stages exchange"
+    return [formula, f"  = {found.sent_bytes / 1e9:.3f} GB a card and step",
+            f"without no_sync: {found.sent_without_no_sync / 1e9:.3f} GB"]  # fmt: skip
+
+
+def compute_lines(job: Job, found: Estimate) -> list[str]:
+    micro = micro_compute_seconds(job, found.layout)
+    if micro is None or found.times is None or found.times.compute is None:
+        return [f"unknown: no bf16 peak is listed for {job.device.name} in {job.precision}, and no calibration matches"]
+    flops, tokens = flops_per_token(job.model), job.micro_batch * job.context
+    lines = [f"model FLOPs a token: 6N + 12·L·h·s = {flops.six_n:,} + {flops.palm - flops.six_n:,} = {flops.palm:,}"]
+    if job.calibration and job.calibration.rates:
+        lines.append(
+            f"calibrated on {job.calibration.device}, {job.calibration.when} (products, attention, traffic, launches)"
+        )
+    else:
+        assert job.device.peak_flops
+        extra = f" × {RECOMPUTE_FACTOR:.2f} (recomputation)" if job.recompute else ""
+        lines.append(
+            f"{flops.palm:,} × {tokens:,} tokens / ({job.device.peak_flops:.3g} × assumed MFU {job.mfu:g}){extra}"
+        )
+    lines.append(f"  = {micro * 1e3:.2f} ms a micro-batch; × accumulate {found.accumulate} and the optimizer:")
+    lines.append(f"  = {found.times.compute * 1e3:.2f} ms a step")
+    return lines
+
+
+def communication_lines(job: Job, found: Estimate) -> list[str]:
+    parts = communication_seconds(job, found.layout, found.accumulate)
+    if parts is None or found.times is None or found.times.communication is None or found.times.exposed is None:
+        return ["unknown: the link or the compute time is not known; give --link (and --node_link for several nodes)"]
+    micro = micro_compute_seconds(job, found.layout) or 0.0
+    bandwidth = job.slowest_link.bandwidth or 0.0
+    return [
+        f"link {job.slowest_link.name}, {bandwidth / 1e9:.1f} GB/s ({job.slowest_link.source})",
+        f"once a step {parts.step * 1e3:.2f} ms; a micro-batch: gather {parts.gather * 1e3:.2f}, reduction {parts.reduce * 1e3:.2f}, "
+        f"in the way {parts.blocking * 1e3:.2f} ms",
+        f"all of it: {found.times.communication * 1e3:.2f} ms",
+        f"hidden behind backward: up to {time.BACKWARD_SHARE:.2f} × {micro * 1e3:.2f} ms = {time.BACKWARD_SHARE * micro * 1e3:.2f} ms",
+        f"exposed: {found.times.exposed * 1e3:.2f} ms",
+    ]
+
+
+def step(job: Job, found: Estimate) -> list[str]:
+    lines = compute_lines(job, found) + communication_lines(job, found)
+    if found.times and found.times.step and found.times.serial_step:
+        lines.append(
+            f"step with overlap {found.times.step * 1e3:.2f} ms, without {found.times.serial_step * 1e3:.2f} ms"
+        )
+    return lines
+
+
+def rate(job: Job, found: Estimate) -> list[str]:
+    if found.tokens_per_second is None or found.times is None or not found.times.step:
+        return step(job, found)
+    text = f"{job.global_batch} windows × {job.context} tokens / {found.times.step * 1e3:.2f} ms = {found.tokens_per_second:,.0f} tokens/s"
+    if found.mfu is None or job.device.peak_flops is None:
+        return [text, "MFU: unknown without a peak"]
+    palm, devices = flops_per_token(job.model).palm, found.layout.ranks
+    return [text, f"MFU (6N + 12·L·h·s) = {palm:,} × {found.tokens_per_second:,.0f} / ({job.device.peak_flops:.4g} × {devices})",
+            f"  = {found.mfu:.1%}"]  # fmt: skip
+
+
+def micro_batch(job: Job, found: Estimate) -> list[str]:
+    largest = largest_micro_batch(job, found.layout, found.accumulate)
+    if largest is None:
+        return [f"unknown: the memory of {job.device.name} is not known"]
+    return [f"the largest micro-batch whose peak stays within {(job.usable_bytes or 0) / GIB:.1f} GiB: {largest}"]
+
+
+FIGURES: dict[str, Callable[[Job, Estimate], list[str]]] = {
+    "weights": state("weights"),
+    "gradients": state("gradients"),
+    "optimizer": state("optimizer"),
+    "copies": copies,
+    "activations": activation_lines,
+    "logits": logits,
+    "peak": peak,
+    "sent": sent,
+    "compute": compute_lines,
+    "communication": communication_lines,
+    "step": step,
+    "rate": rate,
+    "micro_batch": micro_batch,
+}

@@ -1,0 +1,155 @@
+"""Peak memory of one rank under a strategy, by kind. Bytes from counted tensors; knows nothing of time.
+
+A step has three moments that can be the peak:
+
+* *loss*: the forward of a micro-batch has ended, every kept activation and the logits are alive;
+* *backward*: logits are gone, the last block is whole again (matters under recomputation);
+* *end*: backward reaches the first block, every gradient exists.
+
+Gradients before the end: none for a single card without accumulation (they are freed by ``zero_grad``); all of
+them when accumulating, and always under DDP, whose buckets stay (gradients are views of the buckets: no second copy).
+FSDP2 without reducing every micro-batch keeps whole, unsharded gradients in the reduction's type.
+"""
+
+from dataclasses import dataclass
+
+from lit_gpt_dist.model.config import GPTConfig
+from lit_gpt_dist.planner.activations import (
+    FP32_BYTES,
+    Widths,
+    ends_saved_bytes,
+    layer_saved_bytes,
+    logits_bytes,
+)
+from lit_gpt_dist.planner.activations import widths as value_widths
+from lit_gpt_dist.planner.job import Job
+from lit_gpt_dist.planner.layout import Layout
+from lit_gpt_dist.planner.memory import state_bytes_per_parameter
+
+KINDS = ("weights", "gradients", "optimizer", "copies", "activations", "logits", "buffers", "workspace")
+MOMENTS = ("loss", "backward", "end")
+GATHERED_UNITS = 2  # FSDP2 prefetches one unit while another computes
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one rank at its peak, by kind; which moment that is; and the totals of all moments."""
+
+    kinds: dict[str, float]
+    moment: str
+    totals: dict[str, float]
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.kinds.values())
+
+
+def strategy_widths(job: Job, plan: Layout) -> Widths:
+    return value_widths(job.precision, fully_sharded=plan.strategy in ("fsdp2", "hsdp"))
+
+
+def block_parameters(config: GPTConfig) -> float:
+    """Parameters of one block: the unit that FSDP2 gathers."""
+    return (config.parameters() - root_parameters(config)) / config.layers
+
+
+def root_parameters(config: GPTConfig) -> float:
+    """Embeddings, head and final norm: what is left when the blocks are units."""
+    embedding = (1 if config.tied else 2) * config.vocab_size * config.width
+    positions = config.context * config.width if config.positions == "learned" else 0
+    return embedding + positions + config.width * (2 if config.bias and config.norm == "layernorm" else 1)
+
+
+def footprint(job: Job, plan: Layout, accumulate: int) -> Footprint:
+    """The largest of the moments."""
+    moments = {name: moment_bytes(job, plan, accumulate, name) for name in MOMENTS}
+    totals = {name: sum(kinds.values()) for name, kinds in moments.items()}
+    peak = max(MOMENTS, key=lambda name: totals[name])
+    return Footprint(moments[peak], peak, totals)
+
+
+def moment_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> dict[str, float]:
+    """Bytes by kind at one moment."""
+    model_parallel = plan.tensor * plan.stages
+    parameters = job.model.parameters() / model_parallel
+    state = state_bytes_per_parameter(job.precision, job.optimizer)
+    kinds = dict.fromkeys(KINDS, 0.0)
+    kinds["weights"] = state.weights * parameters / (plan.weight_shards / model_parallel)
+    kinds["optimizer"] = state.optimizer * parameters / (plan.optimizer_shards / model_parallel)
+    kinds["gradients"] = gradient_bytes(job, plan, accumulate, moment)
+    kinds["copies"] = copy_bytes(job, plan, moment, accumulate)
+    kinds["activations"] = activation_bytes(job, plan, accumulate, moment)
+    if moment == "loss":
+        kinds["logits"] = logits_bytes(job.model, job.micro_batch, job.context, job.execution != "eager") / plan.tensor
+    kinds["buffers"] = buffer_bytes(job, plan, moment)
+    kinds["workspace"] = job.device.workspace_bytes
+    return kinds
+
+
+def gradient_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> float:
+    width = state_bytes_per_parameter(job.precision, job.optimizer).gradients
+    whole = width * job.model.parameters() / (plan.tensor * plan.stages)
+    reduced = width * job.model.parameters() / plan.gradient_shards
+    if plan.strategy in ("fsdp2", "hsdp"):
+        unreduced = whole if accumulate > 1 and job.no_sync else 0.0
+        return unreduced + (reduced if moment == "end" else 0.0)
+    if plan.strategy in ("ddp", "zero1") or accumulate > 1 or moment == "end":
+        return reduced
+    head = job.model.vocab_size * job.model.width / plan.tensor  # the first gradient that backward makes
+    return width * head if moment == "backward" and plan.stages == 1 else 0.0
+
+
+def copy_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
+    """16-bit copies of weights, or under FSDP2 the gathered units (whole weights whatever the precision).
+
+    Autocast casts a weight once and caches it until its context ends: after the last micro-batch's forward, since all
+    but the last run their backward inside. Then the graph keeps the copies until backward has used them; a recomputed
+    block has no graph, so only its own copies exist.
+    """
+    width = strategy_widths(job, plan)
+    if plan.strategy in ("fsdp2", "hsdp"):
+        units = GATHERED_UNITS if job.reshard_after_forward or moment == "end" else job.model.layers
+        return width.compute * (root_parameters(job.model) + units * block_parameters(job.model))
+    if job.precision != "bf16-mixed":
+        return 0.0
+    head = job.model.vocab_size * job.model.width
+    block = (job.model.matmul_parameters() - head) / job.model.layers
+    live = {"loss": head + block * job.model.layers, "backward": block * job.model.layers, "end": block}[moment]
+    if accumulate > 1:
+        live = job.model.matmul_parameters()
+    elif job.recompute and moment == "backward":
+        live = block
+    return width.compute * live / (plan.tensor * plan.stages)
+
+
+def activation_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> float:
+    model, tokens, width = job.model, job.micro_batch * job.context, strategy_widths(job, plan)
+    layer = tokens * layer_saved_bytes(model, job.context, width, job.flash)
+    if plan.tensor > 1:
+        # Korthikanti et al. 2022: the norms' inputs and outputs stay whole on every rank, the rest is divided
+        replicated = tokens * 2 * (width.residual + width.compute) * model.width
+        layer = replicated + (layer - replicated) / plan.tensor
+    if moment == "end":  # the first block's activations make room for its own gradients
+        gradients = state_bytes_per_parameter(job.precision, job.optimizer).gradients
+        return max(0.0, layer - gradients * block_parameters(model) / plan.gradient_shards)
+    kept = tokens * width.residual * model.width if job.recompute else layer
+    blocks = model.layers
+    if plan.stages > 1:  # one forward, one backward: the first stage holds as many as there are stages (Narayanan 2019)
+        blocks = min(plan.stages, accumulate) * -(-model.layers // plan.stages)
+    whole_again = layer if job.recompute and moment == "backward" else 0.0
+    return blocks * kept + whole_again + tokens * ends_saved_bytes(model, width)
+
+
+def buffer_bytes(job: Job, plan: Layout, moment: str) -> float:
+    """Communication buffers beside gradients: FSDP2's gather and reduction of one unit.
+
+    Before the end a gather's flat output exists beside the unit it fills; at the end the root's whole gradients, in
+    compute type and copied in fp32 for the reduction.
+    """
+    if plan.strategy not in ("fsdp2", "hsdp"):
+        return 0.0
+    width = strategy_widths(job, plan)
+    if moment != "end":
+        return width.compute * block_parameters(job.model)
+    unit = max(root_parameters(job.model), block_parameters(job.model))
+    return (width.compute + FP32_BYTES) * unit

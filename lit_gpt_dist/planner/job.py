@@ -1,0 +1,92 @@
+"""What is to be planned, checked: a model, a machine, a batch. Knows nothing of strategies."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.model.config import GPTConfig
+from lit_gpt_dist.planner.calibration import Calibration
+from lit_gpt_dist.planner.hardware import GIB, UNKNOWN_LINK, Device, Link
+
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
+Execution = Literal["eager", "compiled", "graph"]
+
+ASSUMED_MFU = (
+    0.40  # published runs of 0.1–8B models on A100 and H100 reach 0.39–0.50; a starting point, not a prediction
+)
+RESERVE_GIB = 2.0  # of a card: CUDA context, NCCL's buffers, fragmentation
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training job. Batches count windows; ``devices`` is per node."""
+
+    model: GPTConfig
+    device: Device
+    devices: int = 1
+    nodes: int = 1
+    link: Link = UNKNOWN_LINK
+    node_link: Link = UNKNOWN_LINK
+    global_batch: int = 64
+    micro_batch: int = 16
+    precision: Precision = "bf16-mixed"
+    optimizer: str = "adamw"
+    recompute: bool = False
+    flash: bool = True
+    execution: Execution = "eager"
+    overlap: bool = True
+    no_sync: bool = True
+    reshard_after_forward: bool = True
+    mfu: float = ASSUMED_MFU
+    reserve_bytes: float = RESERVE_GIB * GIB
+    calibration: Calibration | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "nodes", "global_batch", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if not 0 < self.mfu <= 1:
+            raise UserError(f"mfu {self.mfu} is not a share; give a number above 0 and at most 1")
+        if self.reserve_bytes < 0:
+            raise UserError(f"reserve {self.reserve_bytes / GIB:g} GiB is below 0; give 0 or more")
+
+    @property
+    def world(self) -> int:
+        return self.devices * self.nodes
+
+    @property
+    def context(self) -> int:
+        return self.model.context
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.context
+
+    @property
+    def usable_bytes(self) -> float | None:
+        """Of one card, or None when its memory is not known."""
+        return None if self.device.memory_bytes is None else self.device.memory_bytes - self.reserve_bytes
+
+    @property
+    def slowest_link(self) -> Link:
+        """A ring over several nodes is as fast as its slowest link."""
+        return self.node_link if self.nodes > 1 else self.link
+
+    def accumulate(self, data_ranks: int) -> int:
+        """Micro-batches a step on each of ``data_ranks`` ranks.
+
+        Raises:
+            UserError: the global batch is not a multiple of micro batch × ranks.
+        """
+        per_pass = self.micro_batch * data_ranks
+        if self.global_batch % per_pass:
+            lower = self.global_batch // per_pass * per_pass
+            near = " or ".join(str(n) for n in (lower, lower + per_pass) if n)
+            raise UserError(
+                f"global batch {self.global_batch} is not divisible by micro batch {self.micro_batch} × {data_ranks} "
+                f"data ranks = {per_pass}; use a global batch of {near}, or another micro batch"
+            )
+        return self.global_batch // per_pass
+
+    def with_micro_batch(self, micro_batch: int) -> "Job":
+        return replace(self, micro_batch=micro_batch)

@@ -1,0 +1,137 @@
+"""`lit-gpt-dist plan` as a person uses it: in process, except for what it imports."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.model.config import preset
+from lit_gpt_dist.planner.command import main
+from lit_gpt_dist.planner.explain import FIGURES
+
+MACHINE = ["--device", "h100", "--devices", "8", "--link", "nvlink", "--no_calibration"]
+BIG = ["--model.size", "big", "--model.context", "1024", "--model.vocab_size", "50304", "--global_batch", "512"]
+
+
+def run(capsys, *arguments: str) -> str:
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_a_plan_shows_every_strategy_and_recommends_one(capsys):
+    out = run(capsys, *BIG, *MACHINE)
+    for name in ("single", "ddp", "zero1", "zero2", "fsdp2", "hsdp", "tp", "pp"):
+        assert name in out
+    assert "Recommended: DDP" in out
+    assert "lit-gpt-dist fit --model.size big --model.context 1024" in out
+
+
+def test_planning_imports_neither_torch_nor_lightning():
+    code = (
+        "import sys; from lit_gpt_dist.planner.command import main; main(sys.argv[1:]);"
+        "print([name for name in ('torch', 'lightning', 'numpy') if name in sys.modules])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, *MACHINE], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert found.stdout.strip().endswith("[]")
+
+
+def test_json_holds_the_same_figures(capsys):
+    data = json.loads(run(capsys, *BIG, *MACHINE, "--json", "--tokens", "3e10"))
+    ddp = data["strategies"]["ddp"]
+    assert ddp["peak_bytes"] == pytest.approx(sum(ddp["footprint"]["kinds"].values()))
+    assert data["advice"]["strategy"] == "ddp"
+    assert data["cost_ddp"]["days"] > 0
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_explain_prints_the_arithmetic(capsys, figure):
+    out = run(capsys, *BIG, *MACHINE, "--explain", figure)
+    assert out.startswith(f"{figure} under ddp")
+
+
+def test_one_strategy_in_detail_explains_everything(capsys):
+    out = run(capsys, *BIG, *MACHINE, "--strategy", "fsdp2")
+    assert all(f"{figure} under fsdp2" in out for figure in FIGURES)
+
+
+def test_an_unknown_device_says_once_what_is_unknown(capsys):
+    out = run(capsys, "--device", "NVIDIA Something")
+    assert out.count("no MFU either") == 1
+    assert "nothing can be said to fit" in out
+
+
+def test_failures_tokens_and_learning_rates_are_answered(capsys):
+    out = run(capsys, *MACHINE, "--mtbf_hours", "720", "--nodes", "64", "--global_batch", "8192", "--base_lr", "3e-4",
+              "--base_batch", "2048", "--tokens", "1e10", "--node_link", "40")  # fmt: skip
+    assert "every 11.25 h" in out
+    assert "save every 52 minutes" in out
+    assert "0.0006" in out
+    assert "card-hours" in out
+
+
+def test_inference_shows_each_width(capsys):
+    out = run(
+        capsys, "--task", "inference", "--model.size", "4b", "--batch", "64", "--device", "rtx4090", "--no_calibration"
+    )
+    assert "key/value cache" in out
+    assert "cards hold it at 16 bits" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--device", "rtx4090", "--link", "nvlink"], "nvlink"),
+        (["--device", "h100", "--micro_batch", "0"], "micro_batch"),
+        (["--device", "h100", "--mfu", "1.5"], "mfu"),
+        (["--device", "h100", "--base_lr", "1e-3"], "base_batch"),
+        (["--device", "h100", "--explain", "nothing"], "nothing"),
+        (["--device", "h100", "--compare", "/no/such/file"], "/no/such/file"),
+        (["--device", "h100", "--model.width", "100"], "width"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(arguments, word):
+    with pytest.raises(UserError, match=word) as caught:
+        main(arguments)
+    assert "\n" not in str(caught.value)
+
+
+def result_line(**changes) -> dict:
+    model = preset("big", vocab_size=50_304, context=1024)
+    line = dict(tag="t", mode="ddp", size="big", world=2, accum=1, micro=16, global_batch=32, context=1024, params=model.parameters(),
+                mem_gib=53.9, step_ms=278.0, precision="bf16-mixed", recompute="none", compile="blocks", device="NVIDIA H200")  # fmt: skip
+    return {**line, **changes}
+
+
+def compare(capsys, tmp_path, *lines: dict) -> list[dict]:
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return json.loads(run(capsys, *MACHINE, "--compare", str(path), "--json"))
+
+
+def test_compare_finds_the_vocabulary_and_sets_memory_side_by_side(capsys, tmp_path):
+    [one] = compare(capsys, tmp_path, result_line())
+    predicted, measured = one["memory_gib"]
+    assert measured == 53.9
+    assert predicted == pytest.approx(measured, rel=0.10)
+    assert one["step_ms"][1] == 278.0
+
+
+def test_compare_says_why_a_line_cannot_be_compared(capsys, tmp_path):
+    found = compare(
+        capsys, tmp_path, result_line(mode="other"), result_line(status="oom"), result_line(mem_gib=None, step_ms=None)
+    )
+    assert [bool(one["why"]) for one in found] == [True, True, False]
+    assert found[2]["memory_gib"] is None
+
+
+def test_compare_reads_shapes_from_the_recorded_command(capsys, tmp_path):
+    model = preset("big", vocab_size=300, context=128, layers=4)
+    line = result_line(
+        context=128, vocab=300, params=model.parameters(), command="lit-gpt-dist fit --model.size big --model.layers 4"
+    )
+    [one] = compare(capsys, tmp_path, line)
+    assert one["why"] == ""

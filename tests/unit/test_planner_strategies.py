@@ -1,0 +1,194 @@
+"""Estimates, limits and advice: relations that must hold whatever the constants are."""
+
+from dataclasses import replace
+
+import pytest
+
+from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.model.config import preset
+from lit_gpt_dist.planner.advice import advise
+from lit_gpt_dist.planner.estimate import estimate
+from lit_gpt_dist.planner.explain import FIGURES, explain
+from lit_gpt_dist.planner.hardware import DEVICES, GIB, Device, Link, link_by_name
+from lit_gpt_dist.planner.inference import cache_bytes_per_token, plan_inference, weight_bytes
+from lit_gpt_dist.planner.job import Job
+from lit_gpt_dist.planner.layout import NOT_TRAINABLE, STRATEGIES, layout
+from lit_gpt_dist.planner.limits import largest_micro_batch, largest_model_parameters
+
+H100 = DEVICES["h100"]
+NVLINK = link_by_name("nvlink", H100)
+PCIE = link_by_name("pcie4", H100)
+
+
+def job(size="big", **changes) -> Job:
+    fields = dict(devices=8, link=NVLINK, global_batch=512, micro_batch=16)
+    return Job(preset(size, context=1024, vocab_size=50_304), H100, **{**fields, **changes})
+
+
+def test_each_stage_of_sharding_holds_less():
+    peaks = [estimate(job(), name).peak_bytes for name in ("ddp", "zero1", "zero2", "fsdp2")]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == 4
+
+
+def test_accumulating_under_fsdp2_with_one_reduction_keeps_whole_gradients():
+    synchronised = estimate(job(no_sync=False), "fsdp2").footprint.kinds["gradients"]
+    once = estimate(job(), "fsdp2").footprint.kinds["gradients"]
+    assert once - synchronised == pytest.approx(4 * job().model.parameters())
+
+
+def test_one_card_frees_its_gradients_unless_it_accumulates():
+    once = estimate(job(devices=1, global_batch=16), "single").footprint
+    several = estimate(job(devices=1, global_batch=32), "single").footprint
+    assert once.moment == "loss"
+    assert once.kinds["gradients"] == 0
+    assert several.kinds["gradients"] == 4 * job().model.parameters()
+
+
+def test_recomputation_and_smaller_micro_batches_need_less():
+    whole = estimate(job(), "ddp").peak_bytes
+    assert estimate(job(recompute=True), "ddp").peak_bytes < whole
+    assert estimate(job(micro_batch=8), "ddp").peak_bytes < whole
+
+
+def test_no_sync_divides_what_ddp_sends_by_the_accumulation():
+    found = estimate(job(), "ddp")
+    assert found.accumulate == 4
+    assert found.sent_without_no_sync == pytest.approx(4 * found.sent_bytes)
+
+
+def test_overlap_never_makes_a_step_longer():
+    for name in STRATEGIES:
+        times = estimate(job(link=PCIE), name).times
+        if times is not None:
+            assert times.step <= times.serial_step
+
+
+def test_the_bubble_of_a_pipeline_costs_efficiency():
+    found = estimate(job(global_batch=64), "pp")  # 8 stages, 4 micro-batches
+    assert found.efficiency < 1 / (1 + 7 / 4) + 0.01
+
+
+def test_an_unknown_device_has_memory_figures_but_no_times_and_no_mfu():
+    found = estimate(job(), "ddp")
+    unknown = estimate(replace(job(), device=Device("NVIDIA Something")), "ddp")
+    assert unknown.times is None
+    assert unknown.mfu is None
+    assert unknown.fits is None
+    assert unknown.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)  # but for the cuBLAS workspace
+
+
+def test_an_unknown_link_leaves_the_step_unknown():
+    found = estimate(job(link=Link("unknown", None, "unknown", "")), "ddp")
+    assert found.times.compute is not None
+    assert found.times.step is None
+    assert found.tokens_per_second is None
+
+
+def test_fp32_has_no_time_from_a_bf16_peak():
+    assert estimate(job(precision="32-true"), "ddp").times is None
+
+
+def test_a_batch_that_does_not_divide_is_named_with_ones_that_do():
+    with pytest.raises(UserError, match=r"500 .* 16 × 8 data ranks = 128; use a global batch of 384 or 512"):
+        job(global_batch=500).accumulate(8)
+
+
+def test_the_largest_micro_batch_fits_and_one_more_does_not():
+    plan = layout(job(), "ddp")
+    largest = largest_micro_batch(job(), plan)
+    found = [estimate(job(micro_batch=n, global_batch=8 * n), "ddp").fits for n in (largest, largest + 1)]
+    assert found == [True, False]
+
+
+def test_the_largest_model_grows_with_every_kind_of_sharding():
+    sizes = [largest_model_parameters(job(), layout(job(), name)) for name in ("ddp", "zero1", "zero2", "fsdp2")]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == pytest.approx(0.7 * H100.memory_bytes / 16)
+
+
+# ---- advice ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_model_on_one_card_needs_nothing_else():
+    advice = advise(job("gpt2-124m", devices=1, global_batch=16))
+    assert advice.strategy == "single"
+    assert advice.ruled_out == ()
+
+
+def test_a_micro_batch_that_is_too_large_becomes_accumulation_before_anything_else():
+    advice = advise(job(devices=1, micro_batch=64, global_batch=64))
+    assert (advice.strategy, advice.job.recompute) == ("single", False)
+    assert advice.job.micro_batch < 64
+    assert "accumulation" in advice.reason
+
+
+def test_ddp_is_taken_where_it_fits():
+    assert advise(job()).strategy == "ddp"
+
+
+def test_fsdp2_is_taken_when_ddp_does_not_fit_and_the_reasons_are_given_in_order():
+    advice = advise(job("4b", micro_batch=2, global_batch=16))
+    assert advice.strategy == "fsdp2"
+    names = [line.split(":")[0] for line in advice.ruled_out]
+    assert names[-3:] == ["DDP", "ZeRO-1", "ZeRO-2"]
+
+
+def test_tensor_parallel_is_not_advised_over_pcie():
+    tight = replace(job("4b", micro_batch=1, global_batch=8, link=PCIE), device=replace(H100, memory_bytes=10 * GIB))
+    lines = [line for line in advise(tight).ruled_out if line.startswith("tensor parallel")]
+    assert len(lines) == 1
+    assert "not advised over pcie4" in lines[0]
+
+
+def test_a_strategy_that_fit_does_not_run_is_never_recommended():
+    for micro_batch in (1, 16, 64):
+        for size in ("gpt2-124m", "big", "4b"):
+            assert advise(job(size, micro_batch=micro_batch)).strategy not in NOT_TRAINABLE
+
+
+def test_unknown_memory_gives_no_recommendation():
+    advice = advise(replace(job(), device=Device("NVIDIA Something")))
+    assert advice.strategy is None
+    assert "--memory_gib" in advice.reason
+
+
+# ---- explanations and inference -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_every_figure_explains_itself_under_every_strategy(figure):
+    for name in STRATEGIES:
+        found = estimate(job(), name)
+        if not found.impossible:
+            assert len(explain(job(), found, figure)) >= 2
+
+
+def test_an_explanation_ends_in_the_figure_of_the_table():
+    found = estimate(job(), "ddp")
+    assert f"{found.sent_bytes / 1e9:.3f} GB" in "\n".join(explain(job(), found, "sent"))
+    assert f"{found.peak_bytes / GIB:.2f} GiB" in "\n".join(explain(job(), found, "peak"))
+
+
+def test_an_unknown_figure_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match="peak"):
+        explain(job(), estimate(job(), "ddp"), "nonsense")
+
+
+def test_the_cache_of_grouped_queries_is_a_third():
+    model = preset("4b")  # 24 query heads, 8 key/value heads
+    assert cache_bytes_per_token(model) == 2 * 32 * 8 * 128 * 2
+    assert cache_bytes_per_token(preset("4b", kv_heads=24)) == 3 * cache_bytes_per_token(model)
+
+
+def test_quantised_weights_shrink_the_layers_and_not_the_embedding():
+    model = preset("4b")
+    assert weight_bytes(model, 16) == 2 * model.parameters()
+    assert weight_bytes(model, 4) > model.parameters() * 0.5
+    assert weight_bytes(model, 4) < weight_bytes(model, 8) < weight_bytes(model, 16)
+
+
+def test_inference_says_how_many_cards_and_how_many_sequences():
+    plan = plan_inference(preset("4b"), 64, 4096, 16, 24 * GIB)
+    assert plan.cards == 2
+    assert plan.weights_bytes + plan.largest_batch * plan.cache_bytes / 64 <= 24 * GIB
