@@ -1,0 +1,171 @@
+"""Saves checkpoints every so many optimizer steps and at the end, keeps the ones asked for, and measures what it costs.
+
+Communicates at a save only. A synchronous save blocks training while it writes; one in the background only while the
+tensors are copied into host memory.
+"""
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lit_gpt_dist.checkpoint import find, interval, retention
+from lit_gpt_dist.checkpoint import format as layout
+from lit_gpt_dist.checkpoint.retention import Keep
+from lit_gpt_dist.checkpoint.strategy import FolderCheckpoints, SaveOptions
+from lit_gpt_dist.errors import UserError
+
+
+class CheckpointCallback(Callback):
+    """Checkpoints of a run, in ``<default_root_dir>/checkpoints/step-XXXXXXXX``.
+
+    Args:
+        every_n_steps: optimizer steps between saves; None saves at the end and on signals only.
+        keep_last: so many of the newest are kept.
+        keep_every: checkpoints at multiples of this step are kept for good.
+        keep_best: the one with the lowest validation loss is kept, of those saved right after a validation.
+        save_at_end: save when training ends, unless that step was just saved.
+        async_save: write in the background, while training goes on; None: on GPUs, but not on the CPU, whose cores the
+            writing would take from training. Needs host memory for this rank's share of the checkpoint.
+        failure_hours: mean time between failures, in hours; with it the best interval is worked out and shown.
+        monitor: name of the logged validation loss.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        keep_best: bool = True,
+        save_at_end: bool = True,
+        async_save: bool | None = None,
+        failure_hours: float | None = None,
+        monitor: str = "val/loss",
+    ) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise UserError(f"checkpoint.{name} is {value}, but must be at least 1; leave it out for none")
+        if failure_hours is not None and failure_hours <= 0:
+            raise UserError(f"checkpoint.failure_hours is {failure_hours}, but must be above 0; leave it out for none")
+        self.every_n_steps = every_n_steps
+        self.keep = Keep(keep_last, keep_every, keep_best)
+        self.save_at_end = save_at_end
+        self.async_save = async_save
+        self.failure_hours = failure_hours
+        self.monitor = monitor
+        self.saved_step: int | None = None
+        self.advice: str | None = None  # how often to save, once a save and some steps were measured
+        self.blocked_seconds: list[float] = []  # for each save, how long training stood still
+        self._val_loss: tuple[int, float] | None = None  # step and value of the last validation
+        self._after_validation = False  # the save that is due waits for the validation of this step
+        self._started = 0.0
+        self._first_step = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, FolderCheckpoints):
+            raise UserError(
+                f"strategy {type(trainer.strategy).__name__} does not write checkpoint folders; use single, ddp or fsdp2"
+            )
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.saved_step = checkpoint["global_step"]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        run_id = _strategy(trainer).run_id
+        folder = _folder(trainer)
+        if trainer.is_global_zero and folder.is_dir():
+            layout.sweep_temporary(folder, run_id)
+            others = [f for f in find.list_checkpoints(folder) if f.manifest and f.manifest.run_id != run_id]
+            if others:
+                rank_zero_warn(f"{folder} holds checkpoints of another run; they are left alone")
+        self._started, self._first_step = time.perf_counter(), trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self.every_n_steps is None or step == self.saved_step or step % self.every_n_steps:
+            return
+        self._after_validation = _validation_follows(trainer)
+        if not self._after_validation:
+            self.save(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        if self.monitor in trainer.callback_metrics:
+            self._val_loss = trainer.global_step, float(trainer.callback_metrics[self.monitor])
+        if self._after_validation:
+            self.save(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        steps = trainer.global_step - self._first_step
+        seconds = time.perf_counter() - self._started - sum(self.blocked_seconds)
+        if self.save_at_end and trainer.global_step not in (self.saved_step, 0):
+            self.save(trainer, background=False)
+        _strategy(trainer).saver.wait()
+        if self.failure_hours is not None and self.blocked_seconds and steps > 0:
+            mean = sum(self.blocked_seconds) / len(self.blocked_seconds)
+            self.advice = interval.advice(mean, self.failure_hours, seconds / steps)
+            rank_zero_info(self.advice)
+
+    def save(self, trainer: pl.Trainer, background: bool | None = None) -> None:
+        """Saves this step, unless it is saved already. Collective; waits for a save that is still being written.
+
+        Raises:
+            SaveError: it failed, or the one before it did.
+        """
+        self._after_validation = False
+        step = trainer.global_step
+        strategy = _strategy(trainer)
+        if step == self.saved_step:
+            strategy.saver.wait()
+            return
+        if background is None:
+            background = self.async_save if self.async_save is not None else strategy.root_device.type == "cuda"
+        measured = self._val_loss is not None and self._val_loss[0] == step
+        options = SaveOptions(
+            background=background,
+            val_loss=self._val_loss[1] if measured else None,  # type: ignore[index]
+            after_commit=functools.partial(_after_commit, run_id=strategy.run_id, keep=self.keep),
+        )
+        start = time.perf_counter()
+        trainer.save_checkpoint(_folder(trainer) / layout.step_name(step), weights_only=False, storage_options=options)
+        self.saved_step = step
+        self.blocked_seconds.append(time.perf_counter() - start)
+        self._log_cost(trainer, step)
+        if self.failure_hours is not None and len(self.blocked_seconds) == 1 and step > self._first_step:
+            step_seconds = (start - self._started) / (step - self._first_step)
+            rank_zero_info(interval.advice(self.blocked_seconds[0], self.failure_hours, step_seconds))
+
+    def _log_cost(self, trainer: pl.Trainer, step: int) -> None:
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics({"checkpoint/blocked_seconds": self.blocked_seconds[-1]}, step=step)
+
+
+def _after_commit(path: Path, run_id: str, keep: Keep) -> None:
+    """On rank 0, in the writing thread, once the new one stands: ``last`` means it, and superfluous ones go."""
+    layout.point_last(path)
+    retention.enforce(path.parent, run_id, keep)
+
+
+def _folder(trainer: pl.Trainer) -> Path:
+    return find.folder_of(Path(trainer.default_root_dir))
+
+
+def _strategy(trainer: pl.Trainer) -> FolderCheckpoints:
+    assert isinstance(trainer.strategy, FolderCheckpoints)
+    return trainer.strategy
+
+
+def _validation_follows(trainer: pl.Trainer) -> bool:
+    """Whether Lightning validates right after this step; then the save waits for it and carries its loss."""
+    loop = trainer.fit_loop
+    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))  # type: ignore[arg-type]
