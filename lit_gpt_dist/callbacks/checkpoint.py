@@ -58,6 +58,7 @@ class CheckpointCallback(Callback):
         self.failure_hours = failure_hours
         self.monitor = monitor
         self.saved_step: int | None = None
+        self.last_path: Path | None = None  # rank 0: the folder that was committed last
         self.advice: str | None = None  # how often to save, once a save and some steps were measured
         self.blocked_seconds: list[float] = []  # for each save, how long training stood still
         self._val_loss: tuple[int, float] | None = None  # step and value of the last validation
@@ -92,6 +93,8 @@ class CheckpointCallback(Callback):
         step = trainer.global_step
         if self.every_n_steps is None or step == self.saved_step or step % self.every_n_steps:
             return
+        if self.save_at_end and step == trainer.max_steps:
+            return  # ``on_train_end`` saves it, after the last validation
         self._after_validation = _validation_follows(trainer)
         if not self._after_validation:
             self.save(trainer)
@@ -133,7 +136,7 @@ class CheckpointCallback(Callback):
         options = SaveOptions(
             background=background,
             val_loss=self._val_loss[1] if measured else None,  # type: ignore[index]
-            after_commit=functools.partial(_after_commit, run_id=strategy.run_id, keep=self.keep),
+            after_commit=functools.partial(self._after_commit, run_id=strategy.run_id),
         )
         start = time.perf_counter()
         trainer.save_checkpoint(_folder(trainer) / layout.step_name(step), weights_only=False, storage_options=options)
@@ -144,16 +147,16 @@ class CheckpointCallback(Callback):
             step_seconds = (start - self._started) / (step - self._first_step)
             rank_zero_info(interval.advice(self.blocked_seconds[0], self.failure_hours, step_seconds))
 
+    def _after_commit(self, path: Path, run_id: str) -> None:
+        """On rank 0, in the writing thread, once the new one stands: ``last`` means it, and superfluous ones go."""
+        self.last_path = path
+        layout.point_last(path)
+        retention.enforce(path.parent, run_id, self.keep)
+
     def _log_cost(self, trainer: pl.Trainer, step: int) -> None:
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics({"checkpoint/blocked_seconds": self.blocked_seconds[-1]}, step=step)
-
-
-def _after_commit(path: Path, run_id: str, keep: Keep) -> None:
-    """On rank 0, in the writing thread, once the new one stands: ``last`` means it, and superfluous ones go."""
-    layout.point_last(path)
-    retention.enforce(path.parent, run_id, keep)
 
 
 def _folder(trainer: pl.Trainer) -> Path:

@@ -1,19 +1,15 @@
 """Whether a checkpoint fits the run that wants it, before anything is changed. Compares; loads nothing.
 
-A LightningModule tells about its run through ``checkpoint_facts() -> dict`` (optional):
-
-    model       the GPT's configuration
-    vocabulary  {"digest", "size", "kind", "document"}: the JSON document and what identifies it; None if there is none
-    corpus      {"digest", …}
-    batch       {"global_batch", "micro_batch", "accumulate", "ranks"}
-    run         the run's configuration, as it was given
+What a run is, in a checkpoint's ``state.json``: ``model`` (the GPT's configuration), ``vocabulary`` (its digest, size, kind
+and whole JSON document), ``corpus`` (its digest) and ``run`` (the configuration as YAML text). Each is taken from where it
+is: the GPT, the data module, the callback that saves the configuration; what is not there is left out.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+import lightning.pytorch as pl
 
 from lit_gpt_dist.checkpoint.tensors import MODEL, OTHER, module_tensors
 from lit_gpt_dist.errors import UserError
@@ -21,32 +17,42 @@ from lit_gpt_dist.errors import UserError
 SHOWN = 3  # names in a message
 
 
-def facts_of(module: Any) -> dict[str, Any]:
-    """What the module tells about its run; a module that tells nothing has only what its GPT shows."""
-    tell = getattr(module, "checkpoint_facts", None)
-    if tell is not None:
-        return tell()
-    describe = getattr(getattr(getattr(module, "model", None), "config", None), "to_dict", None)
-    return {"model": describe()} if describe is not None else {}
+def facts_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """What this run is, as JSON values."""
+    data: Any = getattr(trainer, "datamodule", None)
+    facts: dict[str, Any] = {}
+    describe = getattr(getattr(getattr(trainer.lightning_module, "model", None), "config", None), "to_dict", None)
+    if describe is not None:
+        facts["model"] = describe()
+    vocabulary = getattr(data, "vocabulary", None)
+    if vocabulary is not None:
+        facts["vocabulary"] = {
+            "kind": vocabulary.kind,
+            "size": vocabulary.size,
+            "digest": vocabulary.digest,
+            "document": vocabulary.to_dict(),
+        }
+    corpus = getattr(data, "corpus", None)
+    if corpus is not None:
+        facts["corpus"] = {"digest": corpus.digest, "name": str(corpus.name)}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if hasattr(callback, "parser") and hasattr(callback, "config"):
+            facts["run"] = callback.parser.dump(callback.config, skip_none=False)
+    return facts
 
 
-def check(document: dict[str, Any], stored: Mapping[str, Any], module: Any, folder: Path, fitting: bool) -> None:
-    """Raises UserError where the checkpoint is of another model or vocabulary; warns where the curve will change."""
-    facts = facts_of(module)
+def check(
+    document: dict[str, Any], stored: Mapping[str, Any], trainer: pl.Trainer, folder: Path, fitting: bool
+) -> None:
+    """Raises UserError where the checkpoint is of another model or vocabulary, or cannot be gone on from."""
     _check_kind(document, stored, folder, fitting)
-    _check_vocabulary(document.get("vocabulary"), facts.get("vocabulary"), folder)
-    _check_shapes(stored, module, folder)
-    if fitting:
-        _warn_of_batch(document.get("batch"), facts.get("batch"))
-        _warn_of_corpus(document.get("corpus"), facts.get("corpus"))
+    _check_vocabulary(document.get("vocabulary"), facts_of(trainer).get("vocabulary"), folder)
+    _check_shapes(stored, trainer.lightning_module, folder)
 
 
 def _check_kind(document: dict[str, Any], stored: Mapping[str, Any], folder: Path, fitting: bool) -> None:
     if not isinstance(document.get("lightning"), dict) or not isinstance(document.get("run_id"), str):
         raise UserError(f"checkpoint {folder} cannot be used: its state.json is not one of this program")
-    strange = [name for name, kept in stored.items() if not hasattr(kept, "size")]
-    if strange:
-        raise UserError(f"checkpoint {folder} is refused: {strange[0]} is not a tensor")
     if fitting and document.get("weights_only", False):
         raise UserError(
             f"checkpoint {folder} holds weights only, so training cannot go on from it; "
@@ -72,42 +78,24 @@ def _check_shapes(stored: Mapping[str, Any], module: Any, folder: Path) -> None:
     for name, weight in weights.items():
         if name in stored and tuple(stored[name].size) != tuple(weight.shape):
             raise UserError(
-                f"{name} is {_shape(stored[name].size)} in checkpoint {folder}, but {_shape(weight.shape)} in this model; "
-                "give the model's size, context and vocabulary as in the run that wrote it"
+                f"{name} is {shape_text(stored[name].size)} in checkpoint {folder}, but {shape_text(weight.shape)} in this "
+                "model; give the model's size, context and vocabulary as in the run that wrote it"
             )
     missing = [name for name in weights if name not in stored]
     extra = [name for name in stored if name.startswith((MODEL, OTHER)) and name not in weights]
     if missing or extra:
         raise UserError(
-            f"checkpoint {folder} is of another model: it lacks {_some(missing)} and has {_some(extra)} besides; "
+            f"checkpoint {folder} is of another model: it lacks {some(missing)} and has {some(extra)} besides; "
             "give the model options of the run that wrote it"
         )
 
 
-def _shape(size: Any) -> str:
-    return "×".join(map(str, size))
+def shape_text(size: Any) -> str:
+    return "×".join(map(str, size)) or "one number"
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """A few of the names, and how many more."""
     if not names:
         return "nothing"
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-
-
-def _warn_of_batch(saved: Any, current: Any) -> None:
-    if not saved or not current or saved.get("global_batch") == current.get("global_batch"):
-        return
-    rank_zero_warn(
-        f"the global batch was {saved.get('global_batch')} windows and is {current.get('global_batch')} now: from here on a "
-        "step sees other windows and another number of tokens, so the curve is no longer that of the run that wrote the "
-        "checkpoint; learning rate and schedule stay as they were"
-    )
-
-
-def _warn_of_corpus(saved: Any, current: Any) -> None:
-    if not saved or not current or saved.get("digest") == current.get("digest"):
-        return
-    rank_zero_warn(
-        f"the corpus has changed (digest {str(saved.get('digest'))[:12]} then, {str(current.get('digest'))[:12]} now): "
-        "the run goes on with other data"
-    )

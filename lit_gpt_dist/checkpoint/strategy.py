@@ -125,7 +125,7 @@ class FolderCheckpoints(Strategy):
         self.saver.save(job, options.background)
 
     def _document(self, aliases: dict[str, str]) -> dict[str, Any]:
-        facts = compatible.facts_of(self.lightning_module)
+        facts = compatible.facts_of(self.lightning_module.trainer)  # type: ignore[union-attr]
         document = {
             "format": layout.FORMAT,
             "run_id": self.run_id,
@@ -164,7 +164,7 @@ class FolderCheckpoints(Strategy):
         assert module is not None
         document = opened.document
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        compatible.check(document, opened.metadata.state_dict_metadata, module, folder, fitting)
+        compatible.check(document, opened.metadata.state_dict_metadata, module.trainer, folder, fitting)
         self._adopt_run(document, folder)
         states = self._read_states(opened)
         checkpoint = codec.decode(document["lightning"], states)

@@ -1,0 +1,185 @@
+"""Stops a run on a signal so that nothing is lost: all ranks finish the step, save, and end with a documented exit code.
+
+SIGTERM and SIGUSR1 (Slurm's warning before its limit) end with ``EXIT_REQUEUE``: start the same command again with
+``--ckpt_path last``. Ctrl+C (SIGINT) ends with ``EXIT_INTERRUPTED``. A second signal ends at once, without saving.
+
+Communicates one number per step between the ranks' CPUs, in the background; never touches the device.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
+from lit_gpt_dist.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
+
+CONTINUE, REQUEUE, INTERRUPT, SAVE_FAILED = 0, 1, 2, 3  # the largest that any rank wants is what all do
+WANTED = {signal.SIGTERM: REQUEUE, signal.SIGUSR1: REQUEUE, signal.SIGINT: INTERRUPT}
+EXIT_CODES = {REQUEUE: EXIT_REQUEUE, INTERRUPT: EXIT_INTERRUPTED}
+ECHO_SECONDS = 1.0  # launchers pass signals on: the same one again within this time is no second request
+
+
+class RunStopped(Exception):
+    """Training ended on a signal, after saving. ``exit_code`` is what the process should end with."""
+
+    def __init__(self, exit_code: int, step: int) -> None:
+        super().__init__(f"stopped by a signal after step {step}, which was saved")
+        self.exit_code = exit_code
+
+
+class SignalCallback(Callback):
+    """Watches for signals from the set-up on; looks at what they ask for after every optimizer step."""
+
+    def __init__(self) -> None:
+        self.watch: SignalWatch | None = None
+        self.agreement: Agreement | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit" or threading.current_thread() is not threading.main_thread():
+            return
+        # Lightning's handlers communicate on the device from within the handler, at no agreed point
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        self.watch = SignalWatch(lambda code: _end_at_once(trainer, code))
+        self.watch.start()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.agreement = Agreement()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self.agreement is not None
+        wanted = self.watch.wanted if self.watch is not None else CONTINUE
+        saver = trainer.strategy.saver if hasattr(trainer.strategy, "saver") else None
+        if saver is not None and saver.failed:
+            wanted = SAVE_FAILED
+        decided = self.agreement.exchange(wanted)
+        if decided == CONTINUE:
+            return
+        if decided == SAVE_FAILED and saver is not None:
+            saver.wait()  # raises on every rank: a save fails on all or on none
+        _save(trainer)
+        raise RunStopped(EXIT_CODES[decided], trainer.global_step)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.agreement is not None:
+            self.agreement.finish()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop_watching()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.stop()
+
+
+def _save(trainer: pl.Trainer) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, CheckpointCallback):
+            callback.save(trainer, background=False)
+
+
+def _end_at_once(trainer: pl.Trainer, code: int) -> None:
+    """From the watching thread: the main thread may be stuck where no Python runs."""
+    for process in getattr(trainer.strategy.launcher, "procs", []):
+        with contextlib.suppress(OSError):
+            process.kill()
+    os._exit(code)
+
+
+class SignalWatch:
+    """Remembers which signals came. A thread reads them from a pipe that the interpreter's C handler writes to, so that a
+    second one takes effect even while the main thread waits for the device or for a rank that died."""
+
+    def __init__(self, end_at_once: Callable[[int], None]) -> None:
+        self.wanted = CONTINUE
+        self.end_at_once = end_at_once
+        self._seen_at: float | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+        self._previous_pipe = -1
+
+    def start(self) -> None:
+        """Only in the main thread."""
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in WANTED}
+        self._previous_pipe = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def stop(self) -> None:
+        """Only in the main thread. The former handlers are back afterwards."""
+        if threading.current_thread() is not threading.main_thread() or not self._previous:
+            return
+        signal.set_wakeup_fd(self._previous_pipe)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._previous = {}
+        os.close(self._write)  # ends the listening thread
+
+    def _leave_to_parent(self) -> None:
+        """In a forked worker of a loader: its signals are not the run's."""
+        if self._previous:
+            signal.set_wakeup_fd(-1)
+
+    def _listen(self) -> None:
+        with os.fdopen(self._read, "rb", buffering=0) as pipe:
+            while received := pipe.read(1):
+                if received[0] in list(WANTED):
+                    self.receive(signal.Signals(received[0]))
+
+    def receive(self, number: signal.Signals, now: float | None = None) -> None:
+        """The first signal is noted; the next one, unless it is an echo of the first, ends at once."""
+        now = time.monotonic() if now is None else now
+        if self._seen_at is None:
+            self._seen_at = now
+            self.wanted = WANTED[number]
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"\n{number.name}: saving after this step, then ending; once more ends at once", flush=True)
+        elif now - self._seen_at > ECHO_SECONDS:
+            self.end_at_once(EXIT_INTERRUPTED if number == signal.SIGINT else 128 + number)
+
+
+class Agreement:
+    """Each step every rank says a number; all get the largest that was said the step before.
+
+    The reduction runs through gloo in the background while the next step computes, so it costs a few tens of microseconds
+    and neither waits for a slower rank at once nor synchronises a device. Collective, from its creation on.
+    """
+
+    def __init__(self) -> None:
+        together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.group = dist.new_group(backend="gloo") if together else None
+        self.flag: Tensor | None = None
+        self.work: Any = None
+
+    def exchange(self, said: int) -> int:
+        """What all ranks together said at the previous call; with one rank, at this one."""
+        if self.group is None:
+            return said
+        result = self.finish()
+        self.flag = torch.tensor([said], dtype=torch.int32)
+        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return result
+
+    def finish(self) -> int:
+        """Waits for the exchange that is under way and returns its result."""
+        if self.work is None or self.flag is None:
+            return CONTINUE
+        self.work.wait()
+        self.work = None
+        return int(self.flag.item())
