@@ -1,0 +1,254 @@
+"""Running cases with a stand-in for `fit`: results, out of memory, failures, resuming, and what is left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lit_gpt_dist.bench.case import Case, Setting
+from lit_gpt_dist.bench.ledger import Ledger
+from lit_gpt_dist.bench.process import run
+from lit_gpt_dist.bench.runner import Runner
+from lit_gpt_dist.bench.search import best_of, fastest, largest
+from lit_gpt_dist.bench.session import Session
+from lit_gpt_dist.report.results import read_results
+
+FIT = """
+import json, os, pathlib, sys
+words = sys.argv[1:]
+options = dict(zip(words[::2], words[1::2]))
+folder = pathlib.Path(options["--trainer.default_root_dir"])
+micro = int(options["--data.micro_batch"])
+with open(os.environ["CALLS"], "a") as file:
+    file.write(folder.parent.name + "/" + folder.name + "\\n")
+if micro > int(os.environ.get("FITS", 64)):
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+if micro == 13:
+    sys.exit("first line\\nRuntimeError: thirteen")
+line = dict(tag="fit's own", mode=options["--trainer.strategy"], size=options["--model.size"], world=int(options["--trainer.devices"]),
+            micro=micro, accum=1, global_batch=int(options["--data.global_batch"]), tok_s=1000.0 * min(micro, 16), losses=[1.0, 0.5],
+            precision="32-true", params=1, command="fit's own")
+(folder / "results.jsonl").write_text(json.dumps(line) + "\\n")
+"""
+
+
+@pytest.fixture
+def runner(tmp_path):
+    return make_runner(tmp_path)
+
+
+def make_runner(tmp_path, timeout_seconds=60.0, code=FIT, **environment):
+    script = tmp_path / "fit.py"
+    script.write_text(code)
+    everything = {**os.environ, "CALLS": str(tmp_path / "calls"), **environment}
+    return Runner(tmp_path / "bench", [sys.executable, str(script)], Setting(), everything, timeout_seconds)
+
+
+def calls(tmp_path):
+    path = tmp_path / "calls"
+    return path.read_text().split() if path.exists() else []
+
+
+def case(micro=16, devices=2):
+    return Case("tiny", "ddp", devices, micro, 1)
+
+
+def test_a_result_is_collected_with_its_case_and_round(runner):
+    line = runner.measure(case(), 1)
+    (run,), damaged = read_results([runner.ledger.path])
+    assert not damaged
+    assert (run.tag, run.case, run.round, run.status, run.tok_s) == (case().name, case().name, 1, "ok", 16_000.0)
+    assert run.command is not None
+    assert run.command == line["command"]
+    assert "--data.micro_batch 16" in run.command
+
+
+def test_out_of_memory_is_a_result(runner):
+    assert runner.measure(case(128), 0)["status"] == "oom"
+    (run,), _ = read_results([runner.ledger.path])
+    assert run.status == "oom"
+    assert "CUDA out of memory" in (run.error or "")
+
+
+def test_a_killed_process_counts_as_out_of_memory(tmp_path):
+    runner = make_runner(tmp_path, code="import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert runner.measure(case(), 0)["status"] == "oom"
+
+
+def test_a_failure_keeps_its_last_words(runner):
+    line = runner.measure(case(13), 0)
+    assert line["status"] == "failed"
+    assert "exit code 1" in line["error"]
+    assert line["error"].endswith("RuntimeError: thirteen")
+
+
+def test_a_run_that_succeeds_without_a_result_is_a_failure(tmp_path):
+    assert "it wrote no result" in make_runner(tmp_path, code="print('hello')").measure(case(), 0)["error"]
+
+
+def test_a_run_that_does_not_end_is_ended_with_what_it_started(tmp_path):
+    code = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']); print(p.pid, flush=True); time.sleep(100)"
+    runner = make_runner(tmp_path, timeout_seconds=1.5, code=code)
+    line = runner.measure(case(), 0)
+    assert line["status"] == "failed"
+    assert "no end after 1.5 s" in line["error"]
+    grandchild = int((runner.root / case().name / "round-0" / "output.txt").read_text())
+    assert ended(grandchild)
+
+
+def ended(pid, patience_seconds=10.0):
+    deadline = time.monotonic() + patience_seconds
+    while time.monotonic() < deadline:
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return True
+        if status == "Z":  # ended; whoever adopted it has not asked yet
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_finished_rounds_are_not_run_again_and_failures_are(tmp_path):
+    cases = [case(), case(128), case(13)]
+    for _ in range(2):
+        session = Session(make_runner(tmp_path), Console(quiet=True))
+        session.run_all(cases, 2)
+    ran = calls(tmp_path)
+    assert ran.count(f"{case().name}/round-0") == 1
+    assert ran.count(f"{case().name}/round-1") == 1
+    assert len([name for name in ran if name.startswith(case(128).name)]) == 1  # out of memory counts for all rounds
+    assert ran.count(f"{case(13).name}/round-0") == 2
+    assert session.reused == 4
+
+
+def test_another_setting_is_another_case(tmp_path):
+    runner = make_runner(tmp_path)
+    runner.measure(case(), 0)
+    runner.setting = Setting(steps=99)
+    assert runner.known(case(), 0) is None
+
+
+def test_a_line_cut_off_by_a_power_cut_is_dropped_and_its_round_runs_again(runner, tmp_path):
+    runner.measure(case(), 0)
+    runner.measure(case(), 1)
+    text = runner.ledger.path.read_text()
+    runner.ledger.path.write_text(text[:-40])
+    again = make_runner(tmp_path)
+    assert again.ledger.cut_off
+    assert again.known(case(), 0) is not None
+    assert again.known(case(), 1) is None
+    assert json.loads(runner.ledger.path.read_text())["round"] == 0
+
+
+def test_a_last_line_without_its_newline_is_kept(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"case_hash": "a", "round": 0, "status": "ok"}')
+    ledger = Ledger(path)
+    ledger.append({"case_hash": "b", "round": 0, "status": "ok"})
+    assert not ledger.cut_off
+    assert len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
+def test_a_bench_that_is_killed_outright_leaves_no_process(tmp_path):
+    code = f"""
+import sys, pathlib
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from lit_gpt_dist.bench.process import run
+run([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(100)"], pathlib.Path({str(tmp_path / "out")!r}), {{}}, 100)
+"""
+    bench = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 20
+    while not ((tmp_path / "out").exists() and (tmp_path / "out").read_text().strip()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    bench.kill()
+    bench.wait()
+    assert ended(int((tmp_path / "out").read_text()))
+
+
+def test_ctrl_c_ends_the_run_and_is_passed_on(tmp_path):
+    def interrupt():
+        if (tmp_path / "out").read_text().strip():
+            raise KeyboardInterrupt
+
+    command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(100)"]
+    with pytest.raises(KeyboardInterrupt):
+        run(command, tmp_path / "out", dict(os.environ), 60, interrupt)
+    assert ended(int((tmp_path / "out").read_text()))
+
+
+def test_a_process_that_ignores_the_polite_signal_is_ended_too(tmp_path, monkeypatch):
+    from lit_gpt_dist.bench import process
+
+    monkeypatch.setattr(process.end_session, "__defaults__", (0.5,))
+    command = [
+        sys.executable,
+        "-c",
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(100)",
+    ]
+    assert run(command, tmp_path / "out", dict(os.environ), 1.5).code is None
+    assert ended(int((tmp_path / "out").read_text()))
+
+
+# ---- searches ----------------------------------------------------------------------------------------------------------
+
+
+def test_fastest_stops_at_the_end_of_memory_and_keeps_the_best(tmp_path):
+    runner = make_runner(tmp_path, FITS="16")
+    found = fastest(case(4), lambda c: runner.measure(c, 0))
+    assert found.case is not None
+    assert found.case.micro == 16
+    assert found.limit == "micro-batch 32: out of memory"
+
+
+def test_fastest_stops_when_nothing_is_gained(runner):
+    found = fastest(case(4), lambda c: runner.measure(c, 0))
+    assert found.case is not None
+    assert (found.case.micro, found.limit) == (16, "micro-batch 64: no faster")
+
+
+def test_fastest_under_a_global_batch_keeps_it():
+    tried = []
+
+    def measure(c):
+        tried.append((c.micro, c.accumulate, c.global_batch))
+        return {"status": "ok", "tok_s": 1000.0 * c.micro}
+
+    found = fastest(Case("tiny", "ddp", 2, 4, 8), measure, global_batch=64)
+    assert tried == [(4, 8, 64), (8, 4, 64), (16, 2, 64), (32, 1, 64)]
+    assert found.case is not None
+    assert found.case.micro == 32
+
+
+def test_best_of_takes_the_most_tokens():
+    def measure(c):
+        return {"status": "ok", "tok_s": 10.0 * c.devices}
+
+    best = best_of([fastest(case(4, devices), measure) for devices in (1, 4, 2)])
+    assert best is not None
+    assert best.case is not None
+    assert best.case.devices == 4
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 23, 24, 40, 100])
+def test_largest_finds_the_limit_within_an_eighth(limit):
+    def measure(c):
+        return {"status": "ok" if dict(c.shape)["layers"] <= limit else "oom"}
+
+    found = largest(Case("big", "fsdp2", 2, 1, 1), 2, measure)
+    depth = dict(found.case.shape)["layers"] if found.case else 0
+    assert depth <= limit
+    assert limit - depth <= max(1, limit / 8)
+
+
+def test_largest_stops_at_a_failure_that_is_not_memory():
+    found = largest(Case("big", "ddp", 2, 1, 1), 2, lambda c: {"status": "failed", "error": "x\nRuntimeError: y"})
+    assert found.case is None
+    assert found.limit == "2 layers: RuntimeError: y"
