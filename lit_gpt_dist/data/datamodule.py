@@ -36,9 +36,9 @@ class GPTDataModule(lightning.LightningDataModule):
     """A corpus, cut into a training and a validation part, as global batches.
 
     Args:
-        corpus: a UTF-8 file, folder or glob, or a folder made by `prepare`; default: the Python standard library's sources
-        tokenizer: char, char:ru-en, byte or a tokenizer.json; default: the prepared folder's own, else char (byte for the default corpus)
-        global_batch: windows per optimizer step over all ranks; default: micro_batch × accumulate_grad_batches × data ranks
+        corpus: UTF-8 file, folder or glob, or a folder made by `prepare`; default: the Python standard library's sources
+        tokenizer: char, char:ru-en, byte or a tokenizer.json; default: the prepared folder's own, byte for the default corpus, else char
+        global_batch: windows per optimizer step; default: micro_batch × accumulate_grad_batches × data ranks
         micro_batch: windows a device forwards at once
         context: tokens a window feeds; default: the model's context
         draw: random windows with replacement, or each window of a shuffled epoch once
@@ -124,6 +124,7 @@ class GPTDataModule(lightning.LightningDataModule):
         failure = None
         try:
             self._load(trainer)
+            self._allow_no_validation(trainer, stage)
         except Exception as error:  # any: the other ranks must hear of it before this one leaves
             failure = error
         raise_together(trainer.strategy, failure)
@@ -144,6 +145,13 @@ class GPTDataModule(lightning.LightningDataModule):
         if self._saved is not None:
             self.check_saved(self._saved)
 
+    def _allow_no_validation(self, trainer: lightning.Trainer, stage: str) -> None:
+        if len(self._validation):
+            return
+        if stage != "fit":
+            raise UserError(f"val_fraction 0 leaves no windows to {stage} on; use for example --data.val_fraction 0.1")
+        trainer.limit_val_batches = 0  # else Lightning warns of an empty loader at every start
+
     def _trainer(self) -> lightning.Trainer:
         if self.trainer is None:
             raise RuntimeError("the data module is set up by a Trainer")
@@ -152,9 +160,7 @@ class GPTDataModule(lightning.LightningDataModule):
     def _load(self, trainer: lightning.Trainer) -> None:
         if self._corpus is None:
             self._corpus = load_corpus(self.corpus_path, self.tokenizer)
-        context = self.context_option or getattr(trainer.lightning_module, "context", None)
-        if context is None:
-            raise UserError("the model does not say its context; give --data.context")
+        context = self._context_beside(getattr(trainer.lightning_module, "context", None))
         self._train, self._validation = self._corpus.split(self.val_fraction, context)
         if trainer.accumulate_grad_batches > 1:
             # one batch of the loader is one optimizer step: accumulation happens inside it, not in the Trainer's loop
@@ -166,6 +172,16 @@ class GPTDataModule(lightning.LightningDataModule):
         plan = plan_batch(self.global_batch, self.micro_batch, self._accumulate, ranks)
         self._source = StepSource(plan, self.draw, self.seed, context, len(self._train), self._data_rank)
         self._place(trainer.strategy.root_device)
+
+    def _context_beside(self, of_model: int | None) -> int:
+        context = self.context_option or of_model
+        if context is None:
+            raise UserError("the model does not say its context; give --data.context")
+        if of_model is not None and context > of_model:
+            raise UserError(
+                f"data context {context} is beyond the model's {of_model}; leave --data.context out, or give the model as much"
+            )
+        return context
 
     def _place(self, device: torch.device) -> None:
         """Decides where windows are gathered: from a copy on the device, or on the host, by workers or without."""
@@ -192,13 +208,11 @@ class GPTDataModule(lightning.LightningDataModule):
             pin=trainer.strategy.root_device.type == "cuda",
         )
 
-    def val_dataloader(self) -> ValLoader | list[Any]:
-        if not len(self._validation):
-            return []
+    def val_dataloader(self) -> ValLoader:
         micro = self.val_micro_batch or self.plan.micro_batch
         return ValLoader(len(self._validation), self.context, self.val_windows, micro, self._data_rank, self.plan.ranks)
 
-    def test_dataloader(self) -> ValLoader | list[Any]:
+    def test_dataloader(self) -> ValLoader:
         return self.val_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

@@ -97,7 +97,9 @@ class StepLoader:
         self.pin = pin
 
     def __iter__(self) -> Iterator[StepBatch]:
-        seen = following = self.current_step()  # the run's step when last asked, and the step that ``steps`` yields next
+        seen = following = (
+            self.current_step()
+        )  # the run's step when last asked, and the step that ``steps`` yields next
         steps = self._from(following)
         while True:
             following += 1

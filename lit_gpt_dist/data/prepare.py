@@ -49,7 +49,9 @@ def main(argv: list[str]) -> int:
         facts = _prepare(files, options.input, partial, options)
         _put_in_place(partial, out)
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}); free space there or give another --out") from error
+        raise UserError(
+            f"{out} cannot be written ({error.strerror}); free space there or give another --out"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     _report(facts, out)

@@ -59,6 +59,19 @@ def test_where_windows_are_gathered_changes_nothing(text, options):
     assert torch.equal(first_windows(set_up(text, **options)), first_windows(set_up(text)))
 
 
+def test_windows_gathered_from_a_device_copy_are_those_of_the_corpus(text):
+    data, on_device = set_up(text), set_up(text)
+    on_device._gather_on_device = True  # as on an accelerator: a copy of the whole corpus, indexed there
+    assert torch.equal(first_windows(on_device), first_windows(data))
+    assert on_device._device_tokens is not None
+    assert on_device._device_tokens.dtype == torch.uint8
+    for ours, theirs in zip(on_device.val_dataloader(), data.val_dataloader(), strict=True):
+        got, expected = (d.transfer_batch_to_device(b, CPU, 0) for d, b in ((on_device, ours), (data, theirs)))
+        assert torch.equal(got.windows, expected.windows)
+    on_device.teardown("fit")
+    assert on_device._device_tokens is None
+
+
 def test_the_trainers_accumulation_is_absorbed_once(text):
     trainer = fake_trainer(accumulate=4)
     data = set_up(text, trainer)
@@ -101,7 +114,16 @@ def test_validation_batches_are_windows_of_the_validation_part(text):
 
 
 def test_no_validation_part_means_no_validation(text):
-    assert set_up(text, val_fraction=0.0).val_dataloader() == []
+    data = set_up(text, val_fraction=0.0)
+    assert data.trainer.limit_val_batches == 0
+    with pytest.raises(UserError, match="no windows to validate on"):
+        data.setup("validate")
+
+
+def test_a_context_beyond_the_models_is_refused(text):
+    with pytest.raises(UserError, match="data context 32 is beyond the model's 16"):
+        set_up(text, context=32)
+    assert set_up(text, context=8).context == 8
 
 
 def test_other_batches_pass_through(text):
@@ -134,7 +156,7 @@ def test_a_model_without_a_context_needs_the_option(text):
         ({"draw": "shuffled"}, "'shuffled' is not one of random, epoch"),
         ({"on_device": True, "workers": 2}, "nothing to read"),
         ({"global_batch": 6}, "global batch 6 is not divisible"),
-        ({"context": 5000}, "3000 tokens, but context 5000 needs"),
+        ({"val_fraction": 0.999}, "3000 tokens, but context 16 needs at least 34"),
     ],
 )
 def test_options_that_cannot_be_are_refused(text, options, words):
