@@ -30,5 +30,10 @@ class ToolParser(argparse.ArgumentParser):
 def unknown_option_message(option: str, known: list[str]) -> str:
     """One line that names the unknown option and the nearest known one, where there is one."""
     name = option.split("=")[0]
+    return f"unknown option {name}{nearest(name, known)}"
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """``; did you mean X?``, or nothing where nothing known is near."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"; did you mean {near[0]}?" if near else ""

@@ -5,16 +5,21 @@ from typing import Literal
 
 from lit_gpt_dist.errors import UserError
 
+# Peak learning rates: small models as tried here on characters; from gpt2-124m on, those of GPT-3 (Brown et al. 2020,
+# table 2.1) for the nearest size.
+LEARNING_RATES = {"tiny": 2e-3, "baby": 1e-3, "gpt2": 6e-4, "big": 2e-4, "gpt2-124m": 6e-4, "4b": 1.6e-4}
+
 
 @dataclass
 class OptimConfig:
     """AdamW and its learning-rate schedule; all lengths in optimizer steps.
 
     Args:
-        lr: peak learning rate.
+        lr: peak learning rate; by default what suits the model's size (``LEARNING_RATES``).
         min_lr_ratio: the schedule ends at this share of ``lr``.
-        warmup_steps: steps of linear warm-up from 0; by default 5% of the run, at most 200.
+        warmup_steps: steps of linear warm-up from 0; by default 2% of the run, at least 100, at most half of it.
         schedule: cosine; wsd (warm-up, stable, linear decay); or constant after the warm-up.
+        schedule_steps: length of the schedule; by default the run's. Give it where a run will be resumed to go further.
         decay_share: share of the run that wsd decays over.
         weight_decay: on matrices only.
         beta1: decay of the first moment.
@@ -23,10 +28,11 @@ class OptimConfig:
         fused: one kernel for all parameters; by default where the device has it.
     """
 
-    lr: float = 1e-3
+    lr: float | None = None
     min_lr_ratio: float = 0.1
     warmup_steps: int | None = None
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    schedule_steps: int | None = None
     decay_share: float = 0.2
     weight_decay: float = 0.1
     beta1: float = 0.9
@@ -35,10 +41,12 @@ class OptimConfig:
     fused: bool | None = None
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
+        if self.lr is not None and not self.lr > 0:
             raise UserError(f"optim.lr {self.lr} must be above 0")
         if self.warmup_steps is not None and self.warmup_steps < 0:
             raise UserError(f"optim.warmup_steps {self.warmup_steps} must be 0 or more")
+        if self.schedule_steps is not None and self.schedule_steps < 1:
+            raise UserError(f"optim.schedule_steps {self.schedule_steps} must be at least 1")
         for name in ("min_lr_ratio", "decay_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"optim.{name} {getattr(self, name)} must lie between 0 and 1")

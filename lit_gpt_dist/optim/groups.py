@@ -18,12 +18,12 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
     return [group for group in groups if group["params"]]
 
 
-def make_adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> Optimizer:
-    """AdamW over ``model``'s parameters; fused where the device has the kernel (``config.fused`` None: decide here)."""
-    fused = config.fused if config.fused is not None else device.type in ("cuda", "cpu")
+def make_adamw(model: nn.Module, lr: float, config: OptimConfig, fused: bool | None, device: torch.device) -> Optimizer:
+    """AdamW over ``model``'s parameters; fused where the device has the kernel (``fused`` None: decide here)."""
+    fused = fused if fused is not None else device.type in ("cuda", "cpu")
     return AdamW(
         parameter_groups(model.named_parameters(), config.weight_decay),
-        lr=config.lr,
+        lr=lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=fused,

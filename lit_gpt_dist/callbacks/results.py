@@ -1,0 +1,153 @@
+"""One JSON line about the run in ``results.jsonl``, when it ends. Reports read it; nothing else does.
+
+Communicates once, at the end (the peak memory's maximum over ranks).
+"""
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import torch
+
+from lit_gpt_dist.callbacks.recorder import GIB, find_recorder
+from lit_gpt_dist.callbacks.signals import RunStopped
+from lit_gpt_dist.model.flops import flops_per_token, model_flops_utilization
+from lit_gpt_dist.planner.hardware import device_by_name
+
+
+class ResultsWriter(pl.Callback):
+    """Appends the line to ``<default_root_dir>/results.jsonl`` on rank 0.
+
+    Args:
+        tag: name of the run.
+        command: the command line that started it.
+        extra: further fields, as the command line knows them.
+    """
+
+    def __init__(self, tag: str, command: str = "", extra: dict[str, Any] | None = None) -> None:
+        self.tag = tag
+        self.command = command
+        self.extra = extra or {}
+        self.line: dict[str, Any] | None = None
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self._append(trainer, module)
+
+    def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
+        if isinstance(exception, RunStopped):  # a signal, after the same step on all ranks
+            self._append(trainer, module)
+
+    def _append(self, trainer: pl.Trainer, module: Any) -> None:
+        memory = peak_memory(trainer)
+        if trainer.is_global_zero:
+            self.line = self._line(trainer, module) | memory
+            path = Path(trainer.default_root_dir) / "results.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self.line) + "\n")
+
+    def _line(self, trainer: Any, module: Any) -> dict[str, Any]:
+        recorder = find_recorder(trainer)
+        assert recorder is not None
+        plan, strategy = trainer.datamodule.plan, trainer.strategy
+        seconds = recorder.mean_step_seconds
+        tokens = plan.global_batch * module.config.context
+        validation = trainer.callback_metrics.get("val/loss")
+        return {
+            "tag": self.tag,
+            "mode": strategy.name,
+            "size": module.size,
+            "world": trainer.world_size,
+            "accum": plan.accumulate,
+            "micro": plan.micro_batch,
+            "global_batch": plan.global_batch,
+            "context": module.config.context,
+            "vocab": module.config.vocab_size,
+            "params": module.config.parameters(),
+            "tokens_per_step": tokens,
+            "start": recorder.start,
+            "steps": trainer.global_step,
+            "step_ms": seconds and 1000 * seconds,
+            "tok_s": seconds and tokens / seconds,
+            **self._utilization(trainer, module, seconds and tokens / seconds),
+            "val_loss": None if validation is None else float(validation),
+            "seed": module.seed,
+            "precision": str(trainer.precision),
+            "recompute": module.recompute,
+            "bucket_cap_mb": getattr(strategy, "bucket_cap_mb", None),
+            "no_sync": getattr(strategy, "no_sync", None),
+            "reshard_after_forward": getattr(strategy, "reshard_after_forward", None),
+            "paused_s": recorder.paused_seconds,
+            "device": device_name(module.device),
+            "corpus": trainer.datamodule.corpus.name,
+            "corpus_hash": trainer.datamodule.corpus.digest,
+            "git_revision": git_revision(),
+            "versions": versions(),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": self.command,
+            "run_dir": str(trainer.run_dir),
+            **self.extra,
+            "losses": recorder.losses,
+        }
+
+    def _utilization(self, trainer: Any, module: Any, tokens_per_second: float | None) -> dict[str, float | None]:
+        """MFU in the PaLM and the half-attention count; None on a device whose peak is not known."""
+        half = str(trainer.precision) in ("bf16-mixed", "16-mixed")  # the peak known is that of 16-bit products
+        peak = device_by_name(device_name(module.device)).peak_flops if half else None
+        if not peak or not tokens_per_second:
+            return {"mfu": None, "mfu_half_attention": None}
+        flops = flops_per_token(module.config)
+        world = trainer.world_size
+        return {
+            "mfu": model_flops_utilization(flops.palm, tokens_per_second, peak, world),
+            "mfu_half_attention": model_flops_utilization(flops.half_attention, tokens_per_second, peak, world),
+        }
+
+
+def peak_memory(trainer: Any) -> dict[str, float | None]:
+    """Most memory any rank had, in GiB: allocated on the device (None on a CPU), and resident on the host."""
+    device = trainer.strategy.root_device
+    on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    pair = torch.tensor([on_device, on_host], dtype=torch.float64, device=device)
+    on_device, on_host = trainer.strategy.reduce(pair, reduce_op="max").tolist()
+    return {"mem_gib": on_device / GIB if on_device else None, "host_gib": on_host / GIB}
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    return {
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def git_revision() -> str | None:
+    """Revision of the working copy this package runs from; None where it is installed without one."""
+    try:
+        folder = Path(__file__).parent
+        found = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("LIT_GPT_DIST_REVISION")
+    return found.stdout.strip()

@@ -1,0 +1,276 @@
+"""``fit``, ``validate`` and ``test``: LightningCLI with this project's classes, defaults that suit the machine, and an end
+that says what was reached.
+
+The parser's groups are ``--model`` (GPTModule), ``--data`` (GPTDataModule), ``--trainer`` (Lightning's Trainer),
+``--optim``, ``--checkpoint``, and a few plain options.
+"""
+
+import os
+import shlex
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_gpt_dist.arguments import nearest, unknown_option_message
+from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
+from lit_gpt_dist.callbacks.final_validation import FinalValidation
+from lit_gpt_dist.callbacks.progress import StepBar
+from lit_gpt_dist.callbacks.recorder import StepRecorder
+from lit_gpt_dist.callbacks.results import ResultsWriter
+from lit_gpt_dist.callbacks.signals import SignalCallback
+from lit_gpt_dist.checkpoint import find
+from lit_gpt_dist.data.datamodule import GPTDataModule
+from lit_gpt_dist.errors import EXIT_OK, UserError
+from lit_gpt_dist.module import GPTModule
+from lit_gpt_dist.optim.config import OptimConfig
+from lit_gpt_dist.parallel import STRATEGIES
+from lit_gpt_dist.runs import name_run, run_rank
+from lit_gpt_dist.summary import finish
+from lit_gpt_dist.trainer import Trainer
+
+TRAINER_DEFAULTS = dict(
+    default_root_dir="logs",
+    max_epochs=-1,  # steps are counted, not epochs
+    check_val_every_n_epoch=None,  # so that val_check_interval counts optimizer steps
+    num_sanity_val_steps=0,
+    log_every_n_steps=20,
+    gradient_clip_val=1.0,
+    enable_checkpointing=False,  # --checkpoint does it
+    enable_model_summary=False,
+    use_distributed_sampler=False,
+)
+STEPS = {"tiny": 2_000, "baby": 3_000}  # without --trainer.max_steps; other sizes need to be told
+VALIDATIONS = 10  # over a run, without --trainer.val_check_interval
+
+
+class Parser(LightningArgumentParser):
+    """Errors are one line; a misspelt option gets a suggestion."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise UserError(readable(message, self))
+
+
+def readable(message: str, parser: LightningArgumentParser) -> str:
+    """jsonargparse's message in one line that names the option rather than a class."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if lines and lines[0].lower().startswith("unrecognized arguments"):
+        option = lines[0].split(":", 1)[1].split()[0]
+        return unknown_option_message(option, known_options(parser))
+    return " ".join(lines)
+
+
+def known_options(parser: LightningArgumentParser) -> list[str]:
+    known = set(parser._option_string_actions)
+    for action in parser._actions:
+        for name, sub in (getattr(action, "choices", None) or {}).items() if action.dest == "subcommand" else ():
+            if name in sys.argv:
+                known |= set(sub._option_string_actions)
+    return sorted(option for option in known if not option.endswith(".help"))
+
+
+class RunConfig(SaveConfigCallback):
+    """Saves the resolved configuration into the run's folder: ``fit --config RUN/config.yaml`` runs it again."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"save_to_log_dir": False, "overwrite": True}))
+
+    def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        trainer.run_dir.mkdir(parents=True, exist_ok=True)
+        path = trainer.run_dir / self.config_filename
+        self.parser.save(self.config, str(path), skip_none=False, overwrite=True, multifile=self.multifile)
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI whose unset options are filled in before anything is built, so that the saved configuration is whole."""
+
+    def __init__(self, args: ArgsType, register: list["TrainingCLI"]) -> None:
+        register.append(self)  # before anything can fail: whoever cleans up must find the Trainer
+        super().__init__(
+            GPTModule,
+            GPTDataModule,
+            save_config_callback=RunConfig,
+            trainer_class=Trainer,
+            trainer_defaults=TRAINER_DEFAULTS,
+            seed_everything_default=1337,
+            parser_class=Parser,
+            parser_kwargs={"prog": "lit-gpt-dist"},
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=args,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        kept = LightningCLI.subcommands()
+        return {name: kept[name] | {"weights_only", "verbose"} for name in ("fit", "validate", "test")}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_class_arguments(OptimConfig, "optim")
+        parser.link_arguments("optim", "model.optim", apply_on="instantiate")
+        parser.link_arguments("seed_everything", "model.seed")
+        parser.link_arguments("seed_everything", "data.seed")
+        parser.add_lightning_class_args(CheckpointCallback, "checkpoint")
+        parser.add_argument("--tag", type=str | None, default=None, help="Name of the run; by default size and time.")
+        parser.add_argument("--quiet", type=bool, default=False, help="Print nothing but errors.")
+        parser.add_argument(
+            "--matmul_precision",
+            type=str | None,
+            default=None,
+            help="TF32 for fp32 products: highest (never), high or medium; by default highest, high under 16-bit precision.",
+        )
+        parser.add_argument("--sample_tokens", type=int, default=200, help="Length of the text at the end; 0: none.")
+        parser.add_argument("--sample_prompt", type=str, default="\n", help="What that text begins with.")
+        parser.add_argument("--export", type=bool, default=True, help="Write the final weights as safetensors too.")
+
+    # ---- between parsing and building -----------------------------------------------------------------------------
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        super().parse_arguments(parser, args)
+        path = self.options.get("ckpt_path")
+        if path and Path(path).is_file():
+            raise UserError(f"checkpoint {path} is a file, but checkpoints here are folders; give the folder, or last")
+
+    @property
+    def options(self) -> Namespace:
+        return self.config[self.config["subcommand"]]
+
+    def before_instantiate_classes(self) -> None:
+        options = self.options
+        check_strategy(options.trainer.strategy)
+        limit_device_memory()
+        on_gpu = options.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        options.model.size = options.model.size or ("baby" if on_gpu else "tiny")
+        options.trainer.precision = options.trainer.precision or ("bf16-mixed" if on_gpu else "32-true")
+        if not on_gpu and options.trainer.accelerator in ("gpu", "cuda"):
+            raise UserError(
+                f"accelerator {options.trainer.accelerator}: this machine has no usable GPU; use --trainer.accelerator cpu"
+            )
+        half = str(options.trainer.precision).split("-")[0] in ("16", "bf16")
+        options.matmul_precision = options.matmul_precision or ("high" if half else "highest")
+        if options.matmul_precision not in ("highest", "high", "medium"):
+            raise UserError(f"matmul_precision {options.matmul_precision!r} is not one of highest, high, medium")
+        torch.set_float32_matmul_precision(options.matmul_precision)
+        if self.config["subcommand"] == "fit":
+            self._count_in_steps(options)
+        writable(Path(options.trainer.default_root_dir))
+
+    def _count_in_steps(self, options: Namespace) -> None:
+        trainer = options.trainer
+        if trainer.max_epochs not in (None, -1):
+            raise UserError(
+                f"trainer.max_epochs {trainer.max_epochs}: training counts optimizer steps; use --trainer.max_steps"
+            )
+        if trainer.max_steps == -1:
+            if options.model.size not in STEPS:
+                raise UserError(
+                    f"model size {options.model.size} has no usual number of steps; give --trainer.max_steps"
+                )
+            trainer.max_steps = STEPS[options.model.size]
+        if trainer.val_check_interval is None:
+            trainer.val_check_interval = max(1, trainer.max_steps // VALIDATIONS)
+        if isinstance(trainer.val_check_interval, float):
+            raise UserError(
+                f"trainer.val_check_interval {trainer.val_check_interval}: the data have no end to take a share of; "
+                "give a whole number of optimizer steps"
+            )
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        options = self.options
+        fitting = self.config["subcommand"] == "fit"
+        root = Path(options.trainer.default_root_dir)
+        name = name_run(root, options.tag or "", options.model.size) if fitting else None
+        if options.trainer.logger in (None, True):
+            kwargs["logger"] = TensorBoardLogger(root, name="", version=name) if name else False
+        bar = StepBar(options.quiet)
+        ours = [FinalValidation(), StepRecorder(), bar]
+        if fitting:
+            extra = {"matmul_precision": options.matmul_precision}
+            ours += [
+                SignalCallback(),
+                ResultsWriter(options.tag or name or "", shlex.join(["lit-gpt-dist", *sys.argv[1:]]), extra),
+            ]
+        self.trainer_defaults = {**self.trainer_defaults, "callbacks": ours}
+        trainer = super().instantiate_trainer(**kwargs)
+        assert isinstance(trainer, Trainer)
+        trainer.run_dir = root / name if name else root
+        return trainer
+
+    # ---- around the run -------------------------------------------------------------------------------------------
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Lightning's own, with ``last`` resolved, and one line before and a summary after ``fit``."""
+        root = Path(self.trainer.default_root_dir)
+        chosen = self.config_init[subcommand]
+        if chosen.get("ckpt_path"):
+            chosen["ckpt_path"] = find.resolve(chosen["ckpt_path"], root)
+        elif subcommand != "fit":
+            raise UserError(f"{subcommand} needs weights; give --ckpt_path last or --ckpt_path PATH")
+        super()._run_subcommand(subcommand)
+        if subcommand == "fit":
+            finish(self.trainer, self.options)
+
+
+def check_strategy(strategy: Any) -> None:
+    if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
+        names = ", ".join(["auto", *STRATEGIES])
+        raise UserError(
+            f"strategy {strategy!r} does not exist{nearest(strategy, ['auto', *STRATEGIES])} ({names}, or a class path)"
+        )
+
+
+def writable(folder: Path) -> None:
+    """Fails now rather than after the first hour."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror}; choose another --trainer.default_root_dir"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write to {folder}: permission denied; choose another --trainer.default_root_dir")
+
+
+def limit_device_memory() -> None:
+    """LIT_GPT_DIST_MEMORY_FRACTION: pretend the cards were smaller, to try what fits."""
+    share = os.environ.get("LIT_GPT_DIST_MEMORY_FRACTION")
+    if share and torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.set_per_process_memory_fraction(float(share), index)
+
+
+def quiet_libraries() -> None:
+    """Lightning's tips and notices that do not concern a user of this application."""
+    import logging
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def main(argv: list[str]) -> int:
+    """One rank of ``fit``, ``validate`` or ``test``; Lightning starts the others by running the same command."""
+    quiet_libraries()
+    clis: list[TrainingCLI] = []
+
+    def body() -> int:
+        try:
+            TrainingCLI(argv, clis)
+        except MisconfigurationException as mistake:
+            raise UserError(" ".join(str(mistake).split())) from mistake
+        return EXIT_OK
+
+    return run_rank(body, lambda: started_processes(clis))
+
+
+def started_processes(clis: list[TrainingCLI]) -> list:
+    trainer = getattr(clis[0], "trainer", None) if clis else None
+    launcher = trainer.strategy.launcher if trainer is not None else None
+    return getattr(launcher, "procs", [])

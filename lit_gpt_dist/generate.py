@@ -1,0 +1,142 @@
+"""``lit-gpt-dist generate``: text from a checkpoint or an export, token by token, on one device."""
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lit_gpt_dist.arguments import ToolParser
+from lit_gpt_dist.checkpoint import open_weights
+from lit_gpt_dist.data.tokenizers import StreamDecoder, Vocabulary, vocabulary_from_json
+from lit_gpt_dist.errors import EXIT_OK, UserError
+from lit_gpt_dist.model.gpt import GPT
+
+
+@torch.inference_mode()
+def generate_tokens(
+    model: GPT,
+    prompt: Tensor,
+    count: int,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 1337,
+    vocabulary_size: int | None = None,
+) -> Iterator[int]:
+    """Yields ``count`` tokens that follow ``prompt`` (T,), T ≥ 1.
+
+    A key/value cache holds at most a context. When it is full, the last half of the context is read again and
+    generation goes on from there: what came before is forgotten.
+
+    Args:
+        temperature: 0 takes the likeliest token; 1 samples the model's own distribution.
+        top_k: only the k likeliest tokens.
+        top_p: only the likeliest tokens that together have this probability (Holtzman et al. 2019).
+        vocabulary_size: tokens that mean something, where the model's rows are padded beyond them.
+    """
+    model.eval()
+    context = model.config.context
+    dtype = model.head.weight.dtype
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    seen = prompt[-context:].tolist()
+    caches, fresh = model.make_caches(1, dtype), seen
+    for _ in range(count):
+        if caches[0].length + len(fresh) > context:
+            fresh = seen[-(context // 2 or 1) :]
+            caches = model.make_caches(1, dtype)
+        logits = model(torch.tensor([fresh], device=prompt.device), caches=caches)[0, -1]  # (V,)
+        token = choose(logits[:vocabulary_size], temperature, top_k, top_p, generator)
+        yield token
+        seen.append(token)
+        fresh = [token]
+
+
+def choose(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> int:
+    """One token from ``logits`` (V,)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.float() / temperature
+    if top_k is not None and top_k < len(scaled):
+        scaled[scaled < scaled.topk(top_k).values[-1]] = -torch.inf
+    probabilities = scaled.softmax(dim=-1)
+    if top_p is not None:
+        ordered, order = probabilities.sort(descending=True)
+        beyond = ordered.cumsum(0) - ordered >= top_p  # the first token is always kept
+        probabilities[order[beyond]] = 0
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def load_for_generation(path: str, device: torch.device) -> tuple[GPT, Vocabulary]:
+    """The model of a checkpoint or an export on ``device``, and the vocabulary beside it.
+
+    Raises:
+        UserError: it names no vocabulary to read a prompt with.
+    """
+    config, document, tensors = open_weights(path)
+    if document is None:
+        raise UserError(
+            f"{path} holds no vocabulary, so text cannot be told from tokens; give a checkpoint or an export of fit"
+        )
+    with torch.device("meta"):
+        model = GPT(config)
+    state = dict(tensors)
+    model.load_state_dict(state, strict=False, assign=True)
+    if config.tied:
+        model.head.weight = model.embedding.weight
+    return model.to(device).eval(), vocabulary_from_json(document)
+
+
+def stream_text(model: GPT, vocabulary: Vocabulary, prompt: str, count: int, **sampling: object) -> Iterator[str]:
+    """The text that follows ``prompt``, piece by piece as it is generated."""
+    encoded = vocabulary.encode(prompt or "\n")
+    tokens = torch.tensor(encoded.astype("int64"), device=model.head.weight.device)
+    decoder = StreamDecoder(vocabulary)
+    for token in generate_tokens(model, tokens, count, vocabulary_size=vocabulary.size, **sampling):  # type: ignore[arg-type]
+        yield decoder.push(token)
+    yield decoder.finish()
+
+
+def parser() -> ToolParser:
+    options = ToolParser(prog="lit-gpt-dist generate", description=__doc__)
+    options.add_argument("weights", nargs="?", default="logs", help="a checkpoint, a run's folder, or an export")
+    options.add_argument("--prompt", default="\n", help="what the text begins with")
+    options.add_argument("--tokens", type=int, default=500, help="how many to generate")
+    options.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    options.add_argument("--top_k", type=int, help="only the k likeliest tokens")
+    options.add_argument("--top_p", type=float, help="only the likeliest tokens that together have this probability")
+    options.add_argument("--seed", type=int, default=1337, help="the same seed gives the same text")
+    options.add_argument("--device", help="cpu, cuda, cuda:1, ...; by default a GPU if there is one")
+    return options
+
+
+def check(options: object) -> None:
+    for name, low, high in (("tokens", 0, None), ("temperature", 0, None), ("top_k", 1, None), ("top_p", 0, 1)):
+        value = getattr(options, name)
+        if value is not None and (value < low or (high is not None and value > high)):
+            bound = f"between {low} and {high}" if high is not None else f"at least {low}"
+            raise UserError(f"{name} {value} must be {bound}")
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    check(options)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model, vocabulary = load_for_generation(options.weights, device)
+    sys.stdout.write(options.prompt)
+    for piece in stream_text(
+        model,
+        vocabulary,
+        options.prompt,
+        options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    ):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    print()
+    return EXIT_OK

@@ -1,0 +1,198 @@
+"""The LightningModule around the GPT: loss, optimizer, and one optimizer step per batch of the loader.
+
+Knows which micro-batches make a step; knows nothing of how strategies spread them (``parallel/``).
+"""
+
+import hashlib
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
+
+from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.model.config import Activation, GPTConfig, Norm, Positions, preset
+from lit_gpt_dist.model.gpt import GPT
+from lit_gpt_dist.optim.config import LEARNING_RATES, OptimConfig
+from lit_gpt_dist.optim.groups import make_adamw
+from lit_gpt_dist.optim.schedules import lr_factor
+from lit_gpt_dist.parallel.clip import clip_by_global_norm
+from lit_gpt_dist.parallel.recompute import Recompute, set_recompute
+
+
+class GPTModule(pl.LightningModule):
+    """A GPT in training.
+
+    Args:
+        size: the preset: tiny, baby, gpt2, big, gpt2-124m or 4b; by default baby with a GPU, tiny without.
+        context: tokens a window feeds.
+        vocab_size: rows of the embedding; by default the preset's, else as many as the corpus's vocabulary has.
+        layers: number of blocks.
+        heads: query heads.
+        kv_heads: key/value heads (grouped-query attention).
+        width: width of the residual stream.
+        ff_width: hidden width of the feed-forward.
+        norm: layernorm or rmsnorm.
+        positions: learned or rope.
+        activation: gelu or swiglu.
+        tied: the output head shares the embedding's weights.
+        bias: biases in linear layers and norms.
+        dropout: share of activations dropped in training.
+        recompute: full recomputes each block's activations in backward instead of keeping them.
+        optim: AdamW and its schedule.
+        seed: of the initial weights and of dropout.
+        init_from: start from these weights (a checkpoint or an export) instead of random ones.
+    """
+
+    def __init__(
+        self,
+        size: str | None = None,
+        context: int | None = None,
+        vocab_size: int | None = None,
+        layers: int | None = None,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        width: int | None = None,
+        ff_width: int | None = None,
+        norm: Norm | None = None,
+        positions: Positions | None = None,
+        activation: Activation | None = None,
+        tied: bool | None = None,
+        bias: bool | None = None,
+        dropout: float | None = None,
+        recompute: Recompute = "none",
+        optim: OptimConfig | None = None,
+        seed: int = 1337,
+        init_from: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.size = size or ("baby" if torch.cuda.is_available() else "tiny")
+        self.shape = dict(
+            context=context, vocab_size=vocab_size, layers=layers, heads=heads, kv_heads=kv_heads, width=width,
+            ff_width=ff_width, norm=norm, positions=positions, activation=activation, tied=tied, bias=bias, dropout=dropout,
+        )  # fmt: skip
+        self.config: GPTConfig = preset(self.size, **self.shape)  # the vocabulary may still come from the corpus
+        self.recompute: Recompute = recompute
+        self.optim = optim or OptimConfig()
+        self.seed = seed
+        self.init_from = init_from
+        self.model: GPT | None = None
+        self.step_loss: Tensor | None = None  # mean loss of this rank's last step, a scalar on the device
+        self.gradient_norm: Tensor | None = None  # before clipping, over all ranks
+        self.validation_loss = MeanMetric()
+
+    @property
+    def context(self) -> int:
+        return self.config.context
+
+    # ---- building -------------------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Builds, recomputes, shards, initialises: in this order, since hooks of sharding must sit outermost."""
+        if self.model is not None:
+            return
+        self.config = self._config_for_corpus()
+        strategy: Any = self.trainer.strategy
+        with strategy.build_context():
+            self.model = GPT(self.config)
+        set_recompute(self.model, self.recompute)
+        strategy.place(self.model, self.seed)
+
+    def _config_for_corpus(self) -> GPTConfig:
+        """The preset with a vocabulary: its own if it has one, and that must hold the corpus's; else the corpus's."""
+        needed = self.trainer.datamodule.vocabulary.size  # type: ignore[attr-defined]
+        fixed = self.shape["vocab_size"] or ("vocab_size" in preset_fields(self.size) and self.config.vocab_size)
+        if fixed and fixed < needed:
+            raise UserError(
+                f"the corpus has a vocabulary of {needed}, but the model's is {fixed}; use --model.vocab_size {needed} or more"
+            )
+        return preset(self.size, **{**self.shape, "vocab_size": fixed or needed})
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        assert self.model is not None
+        steps = self.optim.schedule_steps or self.trainer.max_steps
+        lr = self.optim.lr or LEARNING_RATES[self.size]
+        fused = self.optim.fused
+        if self.trainer.precision == "16-mixed":
+            fused = False  # a fused step unscales gradients by itself, after they were clipped
+        optimizer = make_adamw(self.model, lr, self.optim, fused, self.device)
+        scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, self.optim, steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # ---- one optimizer step ---------------------------------------------------------------------------------------
+
+    def forward(self, windows: Tensor, reduction: Literal["mean", "window"] = "mean") -> Tensor:
+        """Loss in nats of ``windows`` (batch, context + 1): each token but the last predicts the next."""
+        assert self.model is not None
+        return self.model(windows[:, :-1], windows[:, 1:], reduction)
+
+    def training_step(self, windows: Tensor, step: int) -> Tensor:
+        """Forward and backward of all this rank's micro-batches of one optimizer step.
+
+        Args:
+            windows: (accumulate, micro, context + 1).
+
+        Returns:
+            The last micro-batch's share of the loss. Lightning runs its backward, the one that synchronises.
+        """
+        strategy: Any = self.trainer.strategy
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        accumulate = len(windows)
+        total = 0.0
+        for index in range(accumulate - 1):
+            with strategy.block_backward_sync():
+                share = self._micro_loss(strategy.model, windows, index)
+                strategy.backward(share, None)
+            total = total + share.detach()
+        share = self._micro_loss(strategy.model, windows, accumulate - 1)
+        self.step_loss = total + share.detach()
+        return share
+
+    def _micro_loss(self, forward: Any, windows: Tensor, index: int) -> Tensor:
+        if self.config.dropout > 0:
+            self._seed_dropout(index, len(windows))
+        return forward(windows[index]) / len(windows)
+
+    def _seed_dropout(self, index: int, accumulate: int) -> None:
+        """Dropout masks follow the micro-batch, not the rank or the past: the same on any layout and after a resume."""
+        strategy: Any = self.trainer.strategy
+        micro_batch = index * strategy.data_ranks + strategy.data_rank
+        key = f"{self.seed}/{self.trainer.global_step}/{micro_batch}".encode()
+        torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:7], "little"))
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Lightning would zero between ``training_step`` and its backward, and lose all micro-batches but the last."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        if gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        assert self.model is not None
+        self.gradient_norm = clip_by_global_norm(self.model.parameters(), gradient_clip_val)
+
+    # ---- validation -----------------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        """Weighted mean over fixed windows; a window of weight 0 only keeps the ranks in step."""
+        losses = self(batch.windows, "window")  # (micro,)
+        self.validation_loss.update(losses, batch.weights)
+
+    def on_validation_epoch_end(self) -> None:
+        loss = self.validation_loss.compute()  # torchmetrics sums over the ranks
+        self.validation_loss.reset()
+        self.log_dict({"val/loss": loss, "val/perplexity": loss.exp()}, logger=False, rank_zero_only=False)
+
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
+
+
+def preset_fields(size: str) -> dict[str, Any]:
+    from lit_gpt_dist.model.config import PRESETS
+
+    return PRESETS[size]

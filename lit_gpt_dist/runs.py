@@ -1,0 +1,137 @@
+"""A run's name, and the processes of a run: how each ends without leaving others behind. Knows nothing of training."""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import torch.distributed
+
+from lit_gpt_dist.callbacks.signals import RunStopped
+from lit_gpt_dist.errors import EXIT_FAILURE, EXIT_USER_ERROR, UserError
+
+RUN_VARIABLE = "LIT_GPT_DIST_RUN"  # tells the processes that Lightning starts which name the first one chose
+
+
+def global_rank() -> int:
+    """This process's rank, from the process group or what a launcher left in the environment."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
+
+
+def name_run(root: Path, tag: str, size: str) -> str:
+    """A folder name under ``root`` that no run has: the tag, or the size and the time."""
+    if os.environ.get(RUN_VARIABLE):
+        return os.environ[RUN_VARIABLE]
+    base = tag or f"{size}-{datetime.now():%Y%m%d-%H%M%S}"
+    name, number = base, 1
+    while (root / name).exists():
+        number += 1
+        name = f"{base}-{number}"
+    os.environ[RUN_VARIABLE] = name
+    return name
+
+
+def started_by_lightning() -> bool:
+    """Whether this process is a rank that the first one started (torchrun and srun look after theirs themselves)."""
+    return (
+        os.environ.get("LOCAL_RANK", "0") != "0"
+        and "TORCHELASTIC_RUN_ID" not in os.environ
+        and "SLURM_PROCID" not in os.environ
+    )
+
+
+def end_with_parent() -> None:
+    """In a rank that Lightning started: end when the process that started it is gone, however it went."""
+    if not started_by_lightning():
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(EXIT_FAILURE)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def run_rank(body: Callable[[], int], children: Callable[[], list]) -> int:
+    """Runs ``body`` as one rank of perhaps many, and ends so that no other rank waits for this one.
+
+    A user's mistake is the same on all ranks, and rank 0 tells it. Any other error is told by the rank it happened on:
+    where another rank died first, rank 0 says so instead of showing the broken connection that followed from it.
+
+    Args:
+        children: the processes that this one has started.
+    """
+    end_with_parent()
+    try:
+        code = body()
+        leave_process_group()
+        return code
+    except RunStopped as stopped:  # on every rank, after the same step, with everything saved
+        leave_process_group()
+        return stopped.exit_code
+    except UserError:
+        if global_rank() == 0:
+            wait_for(children())
+            raise
+        code = EXIT_USER_ERROR
+    except Exception:
+        code = EXIT_FAILURE
+        first_dead = dead_child(children()) if global_rank() == 0 else None
+        if first_dead is not None:
+            print(
+                f"error: rank {first_dead[0]} ended with exit code {first_dead[1]}; see its message above",
+                file=sys.stderr,
+            )
+        else:
+            print(f"error on rank {global_rank()}:\n{traceback.format_exc()}", file=sys.stderr)
+    finally:
+        stop(children())
+    if not torch.distributed.is_initialized():
+        return code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a process group that broke would wait for its partners at exit
+
+
+def dead_child(children: list, patience_seconds: float = 3) -> tuple[int, int] | None:
+    """(rank, exit code) of a started process that has failed, or None if none does within the time."""
+    deadline = time.monotonic() + patience_seconds
+    while children:
+        for index, child in enumerate(children):
+            if child.poll():
+                return index + 1, child.returncode
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return None
+
+
+def wait_for(children: list, patience_seconds: float = 3) -> None:
+    """Gives processes that end by themselves the time to."""
+    deadline = time.monotonic() + patience_seconds
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def stop(children: list) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+
+
+def leave_process_group() -> None:
+    """A barrier, then the end of the process group: without it a gloo process can abort after it has succeeded."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,113 @@
+"""What a run says when it starts and when it ends. Rank 0's terminal only."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lit_gpt_dist.callbacks.recorder import find_recorder
+from lit_gpt_dist.callbacks.results import ResultsWriter, device_name
+
+
+def start_lines(trainer: Any, module: Any) -> list[str]:
+    """Everything that decides the loss curve and the speed, before the first step."""
+    config, plan, strategy = module.config, trainer.datamodule.plan, trainer.strategy
+    shape = f"{config.layers} layers, {config.heads} heads, width {config.width}, context {config.context}"
+    tokens = plan.global_batch * config.context
+    ranks = f"{plan.ranks} rank" + ("s" if plan.ranks > 1 else "")
+    lines = [
+        f"model    {module.size}: {count(config.parameters())} parameters ({shape}, vocabulary {config.vocab_size})",
+        f"data     {trainer.datamodule.describe()}",
+        f"batch    global {plan.global_batch} = micro {plan.micro_batch} × accumulate {plan.accumulate} × {ranks}; "
+        f"{tokens:,} tokens per step",
+        f"machine  {trainer.world_size} × {device_name(module.device)}, {strategy.name}, {trainer.precision}"
+        + (", recompute full" if module.recompute == "full" else ""),
+        f"run      {trainer.run_dir}: {trainer.max_steps - trainer.global_step:,} steps"
+        + (f" from step {trainer.global_step:,}" if trainer.global_step else ""),
+    ]
+    return lines
+
+
+def count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def end_table(trainer: Any) -> Table:
+    """Loss, speed and memory of the run, as its results line has them."""
+    line = next(callback.line for callback in trainer.callbacks if isinstance(callback, ResultsWriter))
+    recorder = find_recorder(trainer)
+    assert recorder is not None
+    table = Table.grid(padding=(0, 3))
+    if recorder.losses:
+        table.add_row("loss", f"{recorder.losses[-1]:.4f} after {trainer.global_step:,} steps")
+    if line["val_loss"] is not None:
+        table.add_row("validation", f"{line['val_loss']:.4f} nats per token")
+    if line["tok_s"]:
+        mfu = f", {line['mfu']:.1%} MFU (PaLM count)" if line["mfu"] else ""
+        table.add_row("speed", f"{line['tok_s']:,.0f} tokens/s, {line['step_ms']:.2f} ms a step{mfu}")
+    if line["mem_gib"]:
+        table.add_row("memory", f"{line['mem_gib']:.2f} GiB on a device at most")
+    else:
+        table.add_row("memory", f"{line['host_gib']:.2f} GiB in a process at most")
+    return table
+
+
+def finish(trainer: Any, options: Any) -> None:
+    """After ``fit`` on rank 0: the table, the weights as one file, a sample, and what to type next."""
+    if not trainer.is_global_zero:
+        return
+    console = Console(highlight=False, quiet=options.quiet)
+    console.print(end_table(trainer))
+    root = Path(trainer.default_root_dir)
+    weights = export_weights(trainer) if options.export else None
+    if weights is not None and options.sample_tokens and not options.quiet:
+        show_sample(console, weights, options, trainer.strategy.root_device)
+    console.print(f"\nresults      {root / 'results.jsonl'} (one line a run)", soft_wrap=True)
+    if weights is not None:
+        console.print(f"weights      {weights}", soft_wrap=True)
+    console.print("next         what to type:", soft_wrap=True)
+    for command in next_commands(root, weights):
+        console.print(f"  {command}", soft_wrap=True)
+
+
+def next_commands(root: Path, weights: Path | None) -> list[str]:
+    commands = [
+        f"tensorboard --logdir {root}",
+        f"lit-gpt-dist fit --ckpt_path last --trainer.default_root_dir {root} --trainer.max_steps N",
+    ]
+    if weights is not None:
+        commands.insert(0, f'lit-gpt-dist generate {weights} --prompt "Once"')
+    return commands
+
+
+def export_weights(trainer: Any) -> Path | None:
+    """One safetensors file in the run's folder, from the checkpoint that ``fit`` has just committed."""
+    from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
+    from lit_gpt_dist.checkpoint.export import export_checkpoint
+
+    saved = next((c.last_path for c in trainer.callbacks if isinstance(c, CheckpointCallback)), None)
+    if saved is None:
+        return None
+    target = trainer.run_dir / "weights.safetensors"
+    export_checkpoint(saved, target)
+    return target
+
+
+def show_sample(console: Console, weights: Path, options: Any, device: Any) -> None:
+    from lit_gpt_dist.errors import UserError
+    from lit_gpt_dist.generate import load_for_generation, stream_text
+
+    model, vocabulary = load_for_generation(str(weights), device)
+    console.rule("a sample", align="left")
+    try:
+        for piece in stream_text(model, vocabulary, options.sample_prompt, options.sample_tokens):
+            sys.stdout.write(piece)
+    except UserError as mistake:  # a prompt outside the vocabulary must not spoil a finished run
+        console.print(f"no sample: {mistake}")
+    print()
+    console.rule()

@@ -1,0 +1,49 @@
+"""Lightning's Trainer where it needs a little more: our strategies behind ``auto``, a run folder, no sync per step."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+from lit_gpt_dist.parallel import SingleDevice
+
+
+class StepLoop(_TrainingEpochLoop):
+    """The training loop without a broadcast before every batch.
+
+    Lightning 2.6 shares a SIGTERM flag by a broadcast and an ``item()`` per batch, which makes the CPU wait for the GPU at
+    each step. ``callbacks/signals.py`` agrees on signals in its own way.
+    """
+
+    def _broadcast_sigterm_tensor(self) -> None:
+        pass
+
+
+class Trainer(pl.Trainer):
+    """``lightning.Trainer`` with this project's strategies. All its options are Lightning's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        strategy = kwargs.get("strategy", "auto")
+        if strategy == "auto" and wants_one_device(
+            kwargs.get("accelerator", "auto"), kwargs.get("devices", "auto"), kwargs.get("num_nodes", 1)
+        ):
+            kwargs["strategy"] = SingleDevice()
+        super().__init__(*args, **kwargs)
+        self.fit_loop.epoch_loop = StepLoop(self, self.min_steps, self.max_steps)
+        self.run_dir = Path(self.default_root_dir)  # one folder a run: configuration, events, checkpoints, weights
+
+
+def wants_one_device(accelerator: Any, devices: Any, num_nodes: int) -> bool:
+    """Whether these Trainer options come to a single device, for which ``auto`` means no distribution at all."""
+    if num_nodes > 1:
+        return False
+    on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+    if devices in ("auto", -1, "-1"):
+        return not on_gpu or torch.cuda.device_count() <= 1
+    if isinstance(devices, str):
+        return devices.strip() == "1" or ("," in devices and len([d for d in devices.split(",") if d.strip()]) == 1)
+    if isinstance(devices, int):
+        return devices == 1
+    return len(devices) == 1
