@@ -1,0 +1,127 @@
+"""``lit-gpt-dist export``: any checkpoint to one file of full weights, or to a Hugging Face folder that transformers opens.
+
+Needs neither the strategy nor the ranks that wrote the checkpoint, and holds one tensor in memory at a time.
+"""
+
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from lit_gpt_dist.arguments import ToolParser
+from lit_gpt_dist.checkpoint import hf_layouts
+from lit_gpt_dist.checkpoint.stream import Entry, write_safetensors
+from lit_gpt_dist.checkpoint.weights import WEIGHTS_FILE, Weights, expected_shapes, open_source
+from lit_gpt_dist.errors import EXIT_OK, UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DESCRIPTION_FILE = "lit_gpt_dist.json"  # beside a Hugging Face folder's own files: configuration, vocabulary, origin
+MIB = 1 << 20
+
+
+def export_checkpoint(source: Path, target: Path, form: str = "safetensors", dtype: str | None = None) -> int:
+    """Writes the weights at ``source`` to ``target``; returns the bytes of the tensors' file.
+
+    Args:
+        source: whatever ``open_weights`` opens.
+        target: a ``.safetensors`` file or a folder; ``hf`` needs a folder.
+        form: ``safetensors`` (this project's names) or ``hf``.
+        dtype: float32, bfloat16 or float16; by default as stored.
+
+    Raises:
+        UserError: nothing to open, a shape without a Hugging Face layout, or a target that cannot be written.
+    """
+    weights = open_source(source)
+    kind = DTYPES[dtype] if dtype else None
+    if form == "hf":
+        return _write_hf_folder(weights, target, kind)
+    file = target if target.suffix == ".safetensors" else target / WEIGHTS_FILE
+    if file.is_dir():
+        raise UserError(f"{file} is a folder; give the name of a file as --out")
+    return write_safetensors(file, plain_entries(weights, kind), weights.header())
+
+
+def plain_entries(weights: Weights, dtype: torch.dtype | None) -> Iterator[Entry]:
+    """The weights under this project's names."""
+    for name, (stored, shape) in weights.tensors.items():
+        yield Entry(name, dtype or stored, shape, lambda name=name: weights.read(name))  # type: ignore[misc]
+
+
+def hf_entries(weights: Weights, dtype: torch.dtype | None) -> Iterator[Entry]:
+    """The weights under the names, and in the orientation, of the Hugging Face layout."""
+    shapes = expected_shapes(weights.config)
+    for piece in hf_layouts.pieces(weights.config):
+        weight = piece.ours if piece.ours in weights.tensors else piece.ours.replace(".bias", ".weight")
+        shape = hf_layouts.piece_shape(piece, weights.config, shapes)
+        yield Entry(
+            piece.theirs,
+            dtype or weights.tensors[weight][0],
+            shape,
+            lambda piece=piece, shape=shape: _cut(weights, piece, shape),  # type: ignore[misc]
+        )
+
+
+def _cut(weights: Weights, piece: hf_layouts.Piece, shape: tuple[int, ...]) -> Tensor:
+    if piece.ours not in weights.tensors:
+        return torch.zeros(shape)  # a bias that this model does without
+    tensor = weights.read(piece.ours)
+    if piece.rows is not None:
+        tensor = tensor[piece.rows[0] : piece.rows[1]]
+    return tensor.T if piece.transposed else tensor
+
+
+def _write_hf_folder(weights: Weights, folder: Path, dtype: torch.dtype | None) -> int:
+    """Everything goes into a temporary folder first, which then gets the name."""
+    hf_layouts.layout_of(weights.config)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists already; give another --out, or remove it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        size = write_safetensors(temporary / WEIGHTS_FILE, hf_entries(weights, dtype), {"format": "pt"})
+        stored = dtype or next(iter(weights.tensors.values()))[0]
+        name = str(stored).removeprefix("torch.")
+        _write_json(temporary / "config.json", hf_layouts.to_hf_config(weights.config, name))
+        _write_json(temporary / "generation_config.json", {"_from_model_config": True})
+        _write_json(
+            temporary / DESCRIPTION_FILE,
+            {"config": weights.config.to_dict(), "vocabulary": weights.vocabulary, "origin": weights.origin},
+        )
+        vocabulary = json.loads(weights.vocabulary) if weights.vocabulary else {}
+        if vocabulary.get("kind") == "bpe":
+            _write_json(temporary / "tokenizer.json", vocabulary["tokenizer"])
+        temporary.replace(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return size
+
+
+def _write_json(path: Path, document: dict) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def parser() -> ToolParser:
+    options = ToolParser(prog="lit-gpt-dist export", description=__doc__)
+    options.add_argument("checkpoint", help="a checkpoint, or a run's folder for its newest whole one")
+    options.add_argument("--out", required=True, help="a .safetensors file, or a folder")
+    options.add_argument("--format", choices=("safetensors", "hf"), default="safetensors", help="what to write")
+    options.add_argument("--dtype", choices=tuple(DTYPES), help="type of the weights; by default as they are stored")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    target = Path(options.out)
+    if options.format == "hf" and target.suffix == ".safetensors":
+        raise UserError(f"--format hf writes a folder, but --out {target} names a file; give a folder")
+    try:
+        size = export_checkpoint(Path(options.checkpoint), target, options.format, options.dtype)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror or error}; choose another --out") from error
+    Console(stderr=True).print(f"wrote {target}: {size / MIB:,.1f} MiB of weights", highlight=False, soft_wrap=True)
+    return EXIT_OK
