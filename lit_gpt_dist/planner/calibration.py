@@ -28,6 +28,11 @@ class Calibration:
     backend: str = ""  # that moved the collectives
     when: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    precision: str = "bf16"  # of the products measured; rates say nothing about another one
+
+    def rates_for(self, precision: str) -> Rates | None:
+        """Rates for a Trainer precision, or None where others were measured."""
+        return self.rates if (precision == "32-true") == (self.precision == "fp32") else None
 
     def link(self, ranks: int) -> Link | None:
         """The link as measured with as many ranks, or with the most ranks measured when there were fewer."""
@@ -56,6 +61,7 @@ def to_json(calibration: Calibration) -> dict[str, Any]:
         "device": calibration.device,
         "when": calibration.when,
         "versions": calibration.versions,
+        "precision": calibration.precision,
         "rates": None
         if rates is None
         else {
@@ -82,7 +88,14 @@ def from_json(data: dict[str, Any], source: str) -> Calibration:
         rates = fields and Rates(**{**fields, "matmul": tuple((float(w), float(r)) for w, r in fields["matmul"])})
         curves = {int(n): tuple((float(s), float(b)) for s, b in points) for n, points in data["all_reduce"].items()}
         return Calibration(
-            data["device"], rates, data["host_to_device"], curves, data["backend"], data["when"], data["versions"]
+            data["device"],
+            rates,
+            data["host_to_device"],
+            curves,
+            data["backend"],
+            data["when"],
+            data["versions"],
+            data["precision"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, UserError):

@@ -87,8 +87,7 @@ def micro_compute_seconds(job: Job, plan: Layout) -> float | None:
     """Forward and backward of one micro-batch on one rank, or None when nothing about the device's speed is known."""
     width = strategy_widths(job, plan)
     divided = plan.tensor * plan.stages
-    if job.calibration and job.calibration.rates:
-        rates = job.calibration.rates
+    if rates := job.rates:
         timed = compute.micro_seconds(
             job.model, job.micro_batch, job.context, width, rates, job.execution, job.recompute
         )
@@ -101,11 +100,11 @@ def micro_compute_seconds(job: Job, plan: Layout) -> float | None:
 
 def optimizer_step_seconds(job: Job, plan: Layout) -> float:
     """Only calibration gives it a time of its own; an assumed MFU is one of whole steps."""
-    if not (job.calibration and job.calibration.rates):
+    if (rates := job.rates) is None:
         return 0.0
     state = state_bytes_per_parameter(job.precision, job.optimizer)
     shard = job.model.parameters() / plan.optimizer_shards
-    return compute.optimizer_seconds(shard, sum(state), state.weights, job.calibration.rates.copy_bandwidth)
+    return compute.optimizer_seconds(shard, sum(state), state.weights, rates.copy_bandwidth)
 
 
 def step_times(job: Job, plan: Layout, accumulate: int) -> Times | None:

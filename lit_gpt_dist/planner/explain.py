@@ -130,7 +130,7 @@ def compute_lines(job: Job, found: Estimate) -> list[str]:
         return [f"unknown: no bf16 peak is listed for {job.device.name} in {job.precision}, and no calibration matches"]
     flops, tokens = flops_per_token(job.model), job.micro_batch * job.context
     lines = [f"model FLOPs a token: 6N + 12·L·h·s = {flops.six_n:,} + {flops.palm - flops.six_n:,} = {flops.palm:,}"]
-    if job.calibration and job.calibration.rates:
+    if job.calibration and job.rates:
         lines.append(
             f"calibrated on {job.calibration.device}, {job.calibration.when} (products, attention, traffic, launches)"
         )

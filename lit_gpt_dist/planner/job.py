@@ -6,6 +6,7 @@ from typing import Literal
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import GPTConfig
 from lit_gpt_dist.planner.calibration import Calibration
+from lit_gpt_dist.planner.compute import Rates
 from lit_gpt_dist.planner.hardware import GIB, UNKNOWN_LINK, Device, Link
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
@@ -87,6 +88,11 @@ class Job:
                 f"data ranks = {per_pass}; use a global batch of {near}, or another micro batch"
             )
         return self.global_batch // per_pass
+
+    @property
+    def rates(self) -> Rates | None:
+        """Measured rates that apply to this job's precision."""
+        return self.calibration.rates_for(self.precision) if self.calibration else None
 
     def with_micro_batch(self, micro_batch: int) -> "Job":
         return replace(self, micro_batch=micro_batch)

@@ -109,7 +109,7 @@ def heading(job: Job, size: str) -> list[str]:
         f"{job.nodes} × {job.devices} {job.device.name}, link {job.link.name} ({job.link.source}), {job.precision}, {job.optimizer}, "
         f"recompute {'full' if job.recompute else 'none'}, {job.execution}; global batch {job.global_batch} windows, micro {job.micro_batch}",
     ]
-    if job.calibration and job.calibration.rates:
+    if job.calibration and job.rates:
         lines.append(f"rates measured on {job.calibration.device}, {job.calibration.when}")
     elif job.device.peak_flops and job.precision != "32-true":
         lines.append(

@@ -128,7 +128,7 @@ def test_ddp_is_taken_where_it_fits():
 
 
 def test_fsdp2_is_taken_when_ddp_does_not_fit_and_the_reasons_are_given_in_order():
-    advice = advise(job("4b", micro_batch=2, global_batch=16))
+    advice = advise(replace(job("4b", micro_batch=2, global_batch=16), device=DEVICES["a100-40gb"]))
     assert advice.strategy == "fsdp2"
     names = [line.split(":")[0] for line in advice.ruled_out]
     assert names[-3:] == ["DDP", "ZeRO-1", "ZeRO-2"]
