@@ -138,8 +138,13 @@ class CheckpointCallback(Callback):
             val_loss=self._val_loss[1] if measured else None,  # type: ignore[index]
             after_commit=functools.partial(self._after_commit, run_id=strategy.run_id),
         )
+        from lit_gpt_dist.callbacks.recorder import not_training  # here: the recorder imports this package's callbacks
+
         start = time.perf_counter()
-        trainer.save_checkpoint(_folder(trainer) / layout.step_name(step), weights_only=False, storage_options=options)
+        with not_training(trainer, "saving"):
+            trainer.save_checkpoint(
+                _folder(trainer) / layout.step_name(step), weights_only=False, storage_options=options
+            )
         self.saved_step = step
         self.blocked_seconds.append(time.perf_counter() - start)
         self._log_cost(trainer, step)
