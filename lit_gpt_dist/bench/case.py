@@ -84,7 +84,6 @@ def fit_arguments(case: Case, setting: Setting, folder: str, tag: str) -> list[s
         "trainer.log_every_n_steps": half,
         "trainer.limit_val_batches": 0,
         "trainer.logger": "false",
-        "trainer.enable_progress_bar": "false",
         "trainer.default_root_dir": folder,
         "checkpoint.save_at_end": "false",
         "sample_tokens": 0,

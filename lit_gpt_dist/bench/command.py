@@ -65,9 +65,12 @@ def _parser() -> ToolParser:
 def main(argv: list[str]) -> int:
     own, _, passed_on = _split(argv)
     options = merged_options(vars(_parser().parse_args(own)))
-    signal.signal(signal.SIGTERM, _interrupt)  # so that `kill` leaves no process either
     console = make_console()
     machine = find_machine(options["accelerator"])
+    if options["find"] == "largest" and machine.cards is None:
+        raise UserError(
+            "--find largest looks for the end of a card's memory, and a CPU has no such limit; use a machine with a GPU"
+        )
     matrix = Matrix(**{name: options[name] for name in Matrix.__dataclass_fields__})
     expansion = expand(matrix, machine)
     if options["find"] is None:
@@ -136,11 +139,12 @@ def _measure(
         facts["threads a process"] = environment["OMP_NUM_THREADS"]
     (root / "environment.json").write_text(json.dumps(facts, indent=2) + "\n")
     session = Session(runner, console)
+    before = signal.signal(signal.SIGTERM, _interrupt)  # so that `kill` leaves no process either
     try:
         if options["find"] == "fastest":
             return _find_fastest(console, session, expansion, options, setting)
         if options["find"] == "largest":
-            return _find_largest(console, session, expansion, machine)
+            return _find_largest(console, session, expansion)
         session.run_all(expansion.cases, options["rounds"])
     except KeyboardInterrupt:
         total = len(interleaved(expansion.cases, options["rounds"]))
@@ -149,6 +153,8 @@ def _measure(
             soft_wrap=True,
         )
         return EXIT_INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return _sum_up(console, session, root)
 
 
@@ -193,12 +199,8 @@ def _for_users(case: Case, setting: Setting) -> list[str]:
     return [word for name, value in pairs if name.startswith(kept) for word in (name, value)]
 
 
-def _find_largest(console: Console, session: Session, expansion: Expansion, machine: Machine) -> int:
+def _find_largest(console: Console, session: Session, expansion: Expansion) -> int:
     """One search for every case of the matrix, from the preset's own depth on."""
-    if machine.cards is None:
-        raise UserError(
-            "--find largest looks for the end of a card's memory, and a CPU has no such limit; use a machine with a GPU"
-        )
     found = [largest(case, int(PRESETS[case.size]["layers"]), session.one) for case in expansion.cases]
     for one in found:
         _tell_found(

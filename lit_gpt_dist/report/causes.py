@@ -27,7 +27,7 @@ def likely_cause(comparison: Comparison) -> str:
     """The first explanation that the evidence supports, as one sentence."""
     assert comparison.reference is not None
     curve, reference = comparison.curve, comparison.reference
-    return (
+    cause = (
         _other_fields(curve.run, reference.run)
         or _not_finite(comparison)
         or _resume(comparison)
@@ -36,6 +36,8 @@ def likely_cause(comparison: Comparison) -> str:
         or _other_length(comparison)
         or _from_the_first_step(comparison)
     )
+    mine, other = curve.run.git_revision, reference.run.git_revision
+    return cause + (f"; the code differs too ({mine} against {other})" if mine and other and mine != other else "")
 
 
 def _other_fields(run: Run, reference: Run) -> str:

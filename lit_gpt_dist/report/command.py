@@ -13,7 +13,8 @@ from lit_gpt_dist.errors import EXIT_OK, UserError
 from lit_gpt_dist.report.compare import compare_all
 from lit_gpt_dist.report.curves import Comparison, join_curves
 from lit_gpt_dist.report.facts import environment_of
-from lit_gpt_dist.report.results import Damage, Run, read_results, suspicious
+from lit_gpt_dist.report.plan import predictions
+from lit_gpt_dist.report.results import Damage, Run, read_results, suspicious, without_superseded
 from lit_gpt_dist.report.statistics import Bases, Case, ablations, group_cases
 from lit_gpt_dist.report.tables import (
     NONE,
@@ -43,6 +44,10 @@ def _parser() -> ToolParser:
     )
     parser.add_argument("--tensorboard", metavar="DIR", help="write the pictures as images of a TensorBoard run")
     parser.add_argument("--reference", metavar="TAG", help="hold every curve against the run with this tag")
+    parser.add_argument(
+        "--link", help="for the planner's column: nvlink, pcie3, pcie4, pcie5, or GB/s of bus bandwidth"
+    )
+    parser.add_argument("--calibration", metavar="FILE", help="for the same: rates that `doctor --measure` wrote")
     parser.add_argument("--title", default="Measured results", help="title of the pages")
     return parser
 
@@ -60,7 +65,7 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"no usable line in {', '.join(options.results)}{f' ({damaged[0]})' if damaged else ''}; run `fit` or `bench` first"
         )
-    report = build(runs, options.reference)
+    report = build(runs, options.reference, options.link, options.calibration and Path(options.calibration))
     console = make_console()
     _print(console, report, damaged)
     if options.out or options.markdown or options.tensorboard:
@@ -88,19 +93,20 @@ class Report:
         return [self.speed, self.curves, *self.others]
 
 
-def build(runs: list[Run], reference_tag: str | None = None) -> Report:
+def build(
+    runs: list[Run], reference_tag: str | None = None, link: str | None = None, calibration: Path | None = None
+) -> Report:
     """Everything but pictures and files."""
     if reference_tag is not None and not any(run.tag == reference_tag for run in runs):
-        raise UserError(
-            f"no run is tagged {reference_tag!r}; use one of {', '.join(sorted({run.tag for run in runs})[:8])}"
-        )
+        tags = ", ".join(sorted({run.tag for run in runs})[:8])
+        raise UserError(f"no run is tagged {reference_tag!r}; use one of {tags}")
+    runs = without_superseded(runs)
     cases = group_cases(runs)
     comparisons = compare_all(join_curves(runs), reference_tag)
     others = [ablation_table(ablations(cases, Bases(cases))), failure_table(cases)]
     remarks = [f"{run.source} ({run.tag}): {why}" for run in runs if (why := suspicious(run))]
-    return Report(
-        cases, comparisons, speed_table(cases), curve_table(comparisons), [t for t in others if t.rows], remarks
-    )
+    speed = speed_table(cases, predictions(cases, link, calibration))
+    return Report(cases, comparisons, speed, curve_table(comparisons), [t for t in others if t.rows], remarks)
 
 
 def _print(console: Console, report: Report, damaged: list[Damage]) -> None:

@@ -208,3 +208,9 @@ def suspicious(run: Run, tolerance: float = 0.05) -> str | None:
         ratio = run.tok_s / expected_rate
         return f"tok_s {run.tok_s:,.0f} is {ratio:.3g} × tokens per step ÷ step time = {expected_rate:,.0f}"
     return None
+
+
+def without_superseded(runs: Sequence[Run]) -> list[Run]:
+    """Drops a failure of `bench` whose round was run again since."""
+    last = {(run.case, run.round): run for run in runs if run.case is not None}
+    return [run for run in runs if run.status != FAILED or run.case is None or last[run.case, run.round] is run]

@@ -128,9 +128,9 @@ class Scaling:
 
     weak_efficiency: float | None  # the same size, micro-batch and accumulation on one card
     strong_efficiency: float | None  # the same size and global batch on one card
-    speed_up: (
-        float | None
-    )  # tok/s over one card's: the same global batch where it was run, else the same batch per card
+    # tok/s over one card's: of the same global batch where that was run, else of the same batch per card
+    speed_up: float | None
+    beyond_one_card: float | None  # share of the step that one card with the same micro-batches does not need
 
 
 class Bases:
@@ -139,16 +139,13 @@ class Bases:
     def __init__(self, cases: Sequence[Case]) -> None:
         self._weak: dict[tuple, Case] = {}
         self._strong: dict[tuple, Case] = {}
-        # a variant is never a base; `single` comes before a strategy that ran on one card
+        # a variant is never a base; a strategy on one card is one only where `single` was not run
         singles = [c for c in cases if c.first.world == 1 and c.tok_s and not c.first.variant]
-        for case in sorted(singles, key=lambda c: c.first.mode != "single"):
+        for case in sorted(singles, key=lambda c: (c.first.mode != "single", -(c.tok_s or 0))):
             run = case.first
             self._weak.setdefault((*_arithmetic(run), run.micro, run.accum), case)
-            key = (*_arithmetic(run), run.global_batch)
-            best = self._strong.get(key)
-            # strong scaling asks how fast one card can do this batch, so its fastest split into micro-batches is the base
-            if best is None or (case.tok_s or 0) > (best.tok_s or 0):
-                self._strong[key] = case
+            # strong scaling asks how fast one card does this batch: its fastest split into micro-batches is the base
+            self._strong.setdefault((*_arithmetic(run), run.global_batch), case)
 
     def weak(self, case: Case) -> Case | None:
         run = case.first
@@ -164,6 +161,7 @@ class Bases:
             weak_efficiency=_per_card(ratio(case, weak), case.first.world),
             strong_efficiency=_per_card(ratio(case, strong), case.first.world),
             speed_up=speed_up,
+            beyond_one_card=_beyond(case, weak),
         )
 
 
@@ -174,6 +172,14 @@ def ratio(case: Case, base: Case | None) -> float | None:
 def _per_card(speed_up: float | None, world: int) -> float | None:
     """Scaling efficiency = tok/s(N) / (N · tok/s(1)) (facts: with a fixed batch per card that is t(1)/t(N))."""
     return speed_up / world if speed_up is not None else None
+
+
+def _beyond(case: Case, base: Case | None) -> float | None:
+    """(t(N) − t(1)) / t(N): communication that is not hidden, and whatever else the other cards cost. No less than 0."""
+    if base is None or case.first.world == 1:
+        return None
+    step, alone = (c.median(lambda run: run.step_ms) for c in (case, base))
+    return max(0.0, (step - alone) / step) if step and alone else None
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,9 @@ class Ablation:
 
 
 def ablations(cases: Sequence[Case], bases: Bases) -> list[Ablation]:
-    plain = {_without_switch(case.first): case for case in cases if not case.first.variant}
+    # the default bucket size last, so that it is the one that stays where several were run
+    usual_last = sorted(cases, key=lambda case: case.first.bucket_cap_mb in (None, 25))
+    plain = {_without_switch(case.first): case for case in usual_last if not case.first.variant}
     found = []
     for case in cases:
         base = plain.get(_without_switch(case.first)) or _switched_field(case, plain)

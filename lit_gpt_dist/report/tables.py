@@ -116,7 +116,7 @@ _COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
     ("MFU half att.", lambda r: percent(r.case.median(lambda run: run.mfu_half_attention))),
     ("peak GiB", lambda r: number(r.case.median(lambda run: run.mem_gib), ".2f")),
     ("host GiB", lambda r: number(r.case.median(lambda run: run.host_gib), ".2f")),
-    ("comm. share", lambda r: percent(r.case.median(lambda run: run.communication_share))),
+    ("comm. share", lambda r: _communication(r)),
     ("plan tok/s", lambda r: _against_plan(rate(r.planned_tok_s), r.case.tok_s, r.planned_tok_s)),
     (
         "plan GiB",
@@ -129,6 +129,7 @@ _NOTES = {
     "spread": "Spread: (largest − smallest) ÷ median of tokens/s over the rounds; tok/s is the median.",
     "eff. weak": "Weak: tok/s ÷ (cards × tok/s of one card with the same micro-batch and accumulation).",
     "eff. strong": "Strong: the same against the fastest one-card run of the same global batch; speed-up prefers this base.",
+    "comm. share": "Communication: of a step's time; with ≤, what the step needs beyond the one-card step of weak scaling.",
     "MFU": "MFU counts 6N + 12·L·h·s (full attention), “half att.” 6N + 6·L·h·s (causal), over the dense peak of all cards.",
     "plan tok/s": "Plan: what the planner predicts; in brackets, measured ÷ predicted.",
 }
@@ -138,6 +139,14 @@ def _size(case: Case) -> str:
     run = case.first
     shape = ", ".join(f"{name} {value}" for name, value in run.shape.items())
     return f"{run.size} ({shape})" if shape else run.size
+
+
+def _communication(row: Row) -> str:
+    measured = row.case.median(lambda run: run.communication_share)
+    if measured is not None:
+        return percent(measured)
+    beyond = row.scaling.beyond_one_card
+    return NONE if beyond is None else f"≤ {percent(beyond)}"
 
 
 def _speed(case: Case) -> str:

@@ -1,10 +1,12 @@
 """Expanding lists into cases: what is run, what is skipped and why, and what `fit` is told."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from lit_gpt_dist.bench.case import Case, Setting, case_hash, fit_arguments
+from lit_gpt_dist.bench.command import main
 from lit_gpt_dist.bench.matrix import ABLATIONS, Machine, Matrix, add_ablations, expand, split_batch
 from lit_gpt_dist.bench.options import merged_options
 from lit_gpt_dist.bench.runner import interleaved, time_left
@@ -205,3 +207,38 @@ def test_a_file_with_a_mistake_is_named(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(UserError, match=words):
         merged_options({"config": str(path)})
+
+
+def test_every_configuration_of_the_repository_expands():
+    files = sorted((Path(__file__).parents[2] / "configs" / "bench").glob("*.yaml"))
+    assert files
+    for path in files:
+        options = merged_options({"config": str(path)})
+        found = expand(Matrix(**{name: options[name] for name in Matrix.__dataclass_fields__}), CPU)
+        add_ablations(found, ABLATIONS if options["ablation"] == ["all"] else options["ablation"], CPU)
+        assert found.cases, path
+
+
+def test_gpus_that_are_not_there_and_a_search_that_needs_them_are_a_users_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    root = str(tmp_path / "none")
+    with pytest.raises(UserError, match="accelerator gpu: this machine has no usable GPU"):
+        main(["--accelerator", "gpu", "--root", root])
+    with pytest.raises(UserError, match="a CPU has no such limit"):
+        main(["--accelerator", "cpu", "--find", "largest", "--root", root])
+    with pytest.raises(UserError, match="a CPU has none to limit"):
+        main(["--accelerator", "cpu", "--memory_fraction", "0.5", "--root", root])
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_dry_run_lists_commands_and_writes_nothing(tmp_path, capsys):
+    assert (
+        main(
+            ["--accelerator", "cpu", "--sizes", "tiny", "--devices", "2", "--dry_run", "--root", str(tmp_path / "none")]
+        )
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert out.count("lit-gpt-dist fit") == 2
+    assert "single is one card by definition" in out
+    assert not (tmp_path / "none").exists()

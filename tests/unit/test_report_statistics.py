@@ -2,7 +2,7 @@
 
 import pytest
 
-from lit_gpt_dist.report.results import Run
+from lit_gpt_dist.report.results import Run, without_superseded
 from lit_gpt_dist.report.statistics import Bases, ablations, group_cases, no_sync_factor
 
 
@@ -99,3 +99,16 @@ def test_a_switched_field_finds_its_base_too():
     )
     (ablation,) = ablations(cases, Bases(cases))
     assert ablation.change == pytest.approx(1.0)
+
+
+def test_a_step_beyond_the_one_card_step_bounds_the_communication():
+    cases = group_cases([run(tok_s=100.0), run("ddp", 2, tok_s=160.0)])
+    one, two = (Bases(cases).scaling(case).beyond_one_card for case in cases)
+    assert one is None
+    assert two == pytest.approx(1 - 160 / 200)  # the same as 1 − weak efficiency
+
+
+def test_a_failure_that_was_run_again_is_forgotten():
+    failed = Run("f:1", "a", "ddp", "tiny", 2, 16, 1, 32, status="failed", case="x", round=0)
+    lasting = Run("f:2", "a", "ddp", "tiny", 2, 16, 1, 32, status="failed", case="x", round=1)
+    assert without_superseded([failed, lasting, run("ddp", 2, case="x", round=0)])[0] is lasting
