@@ -35,12 +35,12 @@ def initial_value(name: str, shape: tuple[int, ...], config: GPTConfig, seed: in
     Normal with deviation 0.02, residual projections scaled by 1/√(2·layers), norms one, biases zero.
     """
     if name.endswith("bias"):
-        return torch.zeros(shape)
+        return torch.zeros(shape, device="cpu")
     if "norm" in name:
-        return torch.ones(shape)
+        return torch.ones(shape, device="cpu")
     deviation = STANDARD_DEVIATION
     if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
         deviation /= math.sqrt(2 * config.layers)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return torch.empty(shape).normal_(0.0, deviation, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.empty(shape, device="cpu").normal_(0.0, deviation, generator=generator)
