@@ -32,6 +32,7 @@ from lit_gpt_dist.callbacks.signals import SignalCallback
 from lit_gpt_dist.checkpoint import find, open_weights
 from lit_gpt_dist.data.datamodule import GPTDataModule
 from lit_gpt_dist.module import GPTModule
+from lit_gpt_dist.optim.config import OptimConfig
 from lit_gpt_dist.trainer import Trainer
 
 TOLERANCE = 1e-6
@@ -112,9 +113,10 @@ def work(plan: Plan, root: Path, log: Path, steps: int) -> None:
         max_epochs=-1,
     )
     data = GPTDataModule(
-        str(plan.folder / "corpus.txt"), tokenizer="char", global_batch=12, micro_batch=2, val_fraction=0
+        str(plan.folder / "corpus.txt"), tokenizer="char", global_batch=12, micro_batch=12 // plan.ranks, val_fraction=0
     )
-    module = GPTModule(size="tiny", width=32, context=16)
+    optim = OptimConfig(schedule_steps=1_000)  # the same learning rates however far an attempt is to go
+    module = GPTModule(size="tiny", width=32, context=16, optim=optim)
     trainer.fit(module, data, ckpt_path=find.resolve("last", root))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
@@ -185,6 +187,11 @@ def wait_for(condition: Any, processes: list[int], seconds: float, poll_seconds:
     return True
 
 
+def unfinished(folder: Path) -> set[Path]:
+    """Folders of saves that are under way, or were when they were killed."""
+    return set(folder.glob(".tmp-*step-*"))
+
+
 def torment(plan: Plan, kills: int, dice: random.Random) -> Outcome:
     """The reference, then attempt after attempt until there were ``kills``, then one to the end."""
     outcome = Outcome()
@@ -210,7 +217,7 @@ def torment(plan: Plan, kills: int, dice: random.Random) -> Outcome:
             continue
         kill(processes, dice)
         outcome.kills += 1
-        outcome.kills_inside_a_save += bool(list((root / "checkpoints").glob(".tmp-*step-*")))
+        outcome.kills_inside_a_save += bool(unfinished(root / "checkpoints"))
         _inspect(root, outcome)
         _compare(log, reference, outcome)
     codes = wait(start(plan, root, plan.folder / "final.losses", plan.steps))
@@ -232,9 +239,10 @@ def _wait_for_moment(root: Path, log: Path, processes: list[int], inside: bool, 
     folder = root / "checkpoints"
     seen: set[Path] = set()
     for _ in range(dice.randint(1, 4)):  # not always the first save of an attempt
-        if not wait_for(lambda: set(folder.glob(".tmp-*step-*")) - seen, processes, PATIENCE_SECONDS, 0.0005):
+        known = frozenset(seen)
+        if not wait_for(lambda known=known: unfinished(folder) - known, processes, PATIENCE_SECONDS, 0.0005):
             return False
-        seen |= set(folder.glob(".tmp-*step-*"))
+        seen |= unfinished(folder)
     time.sleep(dice.uniform(0, 0.03))
     return True
 

@@ -99,6 +99,7 @@ class FolderCheckpoints(Strategy):
         if not isinstance(options, SaveOptions):
             raise TypeError(f"storage_options is a {type(options).__name__}; it must be SaveOptions or None")
         assert self.lightning_module is not None
+        self.saver.wait()  # what is still being written talks through the same group of ranks
         weights, aliases = module_tensors(self.lightning_module)
         kept: dict[str, Tensor] = {}
         document = self._document(aliases)
@@ -113,7 +114,7 @@ class FolderCheckpoints(Strategy):
         ranks = self.saver.ranks
         own = rng.collect(ranks.rank, self.root_device) | (kept if ranks.rank == 0 else {})
         job = Job(
-            path=Path(self.saver.ranks.from_first(lambda: str(filepath))),
+            path=Path(filepath),  # rank 0's counts
             step=int(checkpoint["global_step"]),
             run_id=self.run_id,
             state_json=json.dumps(document, indent=1),
@@ -154,6 +155,7 @@ class FolderCheckpoints(Strategy):
             UserError: damaged, unsafe, or of another model or vocabulary.
         """
         ranks = self.saver.ranks
+        self.saver.wait()
         folder, damaged = ranks.from_first(lambda: find.choose(Path(checkpoint_path)))
         for line in damaged:
             rank_zero_warn(f"{line}; passed over")

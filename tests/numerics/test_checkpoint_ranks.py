@@ -1,0 +1,82 @@
+"""Checkpoints with real ranks on gloo."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(420)  # 150 ranks are started in all; a busy machine takes its time
+
+SCRIPT = Path(__file__).parent / "checkpoint_ranks.py"
+TOLERANCE = 1e-6  # in fp32 the ranks' sums come in another order; the loss is about 3.5 nats
+
+
+def run(scenario, folder, timeout=400):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), scenario, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_checkpoint_of_any_layout_continues_the_curve_on_any_other(tmp_path):
+    """37 tokens and norms of 32 on 1, 2, 3 and 4 ranks: shards that do not divide, and vocabularies that do not."""
+    worst = run("matrix", tmp_path)
+    assert len(worst) == 36
+    assert max(worst.values()) <= TOLERANCE, worst
+
+
+def test_killed_at_random_moments_a_run_continues_bit_for_bit(tmp_path):
+    for strategy, outcome in run("kills", tmp_path).items():
+        assert outcome["kills"] == 3, strategy
+        assert outcome["damaged_checkpoints_seen"] == 0
+        assert outcome["worst_difference"] == 0.0  # the same layout adds in the same order
+        assert outcome["final_weights_equal"]
+
+
+def test_a_save_in_the_background_is_whole_when_the_run_ends_at_once(tmp_path):
+    outcome = run("background", tmp_path)
+    assert outcome == {"losses_equal": True, "weights_equal": True, "steps": [20, 23]}
+
+
+def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all_and_leaves_the_previous_one(tmp_path):
+    outcome = run("disk_full", tmp_path)
+    assert outcome["codes"] == [[0, 0], [0, 0]]
+    assert outcome["told"] == 4  # both ranks, at once and in the background
+    assert len(outcome["messages"]) == 1
+    assert "step-00000020 was not saved: rank 1: " in outcome["messages"][0]
+    assert "File too large" in outcome["messages"][0]
+    assert outcome["newest"] == "step-00000010"
+    assert outcome["left"] == ["step-00000010"]
+
+
+def test_replicas_write_each_tensor_once_and_share_the_bytes(tmp_path):
+    outcome = run("shared_out", tmp_path)
+    assert outcome["codes"] == [0, 0, 0]
+    assert outcome["times_written"] == [f"model.w{i}" for i in range(8)]
+    assert max(outcome["bytes"]) <= 1.6 * min(outcome["bytes"])  # 8 equal tensors on 3 ranks: 3, 3, 2
+
+
+def test_all_ranks_hear_the_same_one_step_later(tmp_path):
+    outcome = run("agreement", tmp_path)
+    assert outcome["codes"] == [0, 0, 0]
+    assert outcome["heard"] == [[0, 0, 0, 0, 2, 0, 0]] * 3
+
+
+@pytest.mark.parametrize("name", ["kill_and_resume.py"])
+def test_the_long_form_shows_its_options(name):
+    script = Path(__file__).parents[2] / "scripts" / name
+    done = subprocess.run(
+        [sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert "--kills" in done.stdout
