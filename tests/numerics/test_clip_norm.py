@@ -1,0 +1,51 @@
+"""The gradient norm is that of the whole model under every strategy, and clipping keeps it under the limit."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.ranks import on_ranks
+from helpers.training import Run, build, full
+
+LIMIT = 0.25
+ONE = Run(steps=4, precision="64-true", clip=LIMIT, optim=dict(lr=1e-3, warmup_steps=0))
+
+
+class Norms(pl.Callback):
+    """Norm of every step before clipping, as the module measured it, and after it, from the gradients as they are."""
+
+    def __init__(self) -> None:
+        self.before: list[float] = []
+        self.after: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.before.append(float(module.gradient_norm))
+        squares = [full(parameter.grad).square().sum() for parameter in module.model.parameters()]
+        self.after.append(float(torch.stack(squares).sum().sqrt()))
+
+
+def norms(run: Run) -> tuple[list[float], list[float]]:
+    seen = Norms()
+    trainer, module, data = build(run, seen)
+    trainer.fit(module, datamodule=data)
+    return seen.before, seen.after
+
+
+def norms_of(runs: list[Run]) -> list[tuple[list[float], list[float]]]:
+    return [norms(run) for run in runs]
+
+
+def test_clipping_norm_is_equal_under_single_ddp_and_fsdp2_and_stays_below_the_limit() -> None:
+    before, after = norms(ONE)
+    assert min(before) > LIMIT, "there is something to clip"
+    assert after == pytest.approx([LIMIT] * ONE.steps, rel=1e-5)  # torch divides by norm + 1e-6
+    for of_rank in on_ranks(2, norms_of, [ONE.on("ddp", 2), ONE.on("fsdp2", 2)]):
+        for got_before, got_after in of_rank:
+            assert got_before == pytest.approx(before, rel=1e-12)
+            assert got_after == pytest.approx(after, rel=1e-12)
+
+
+def test_without_a_limit_the_norm_is_measured_and_nothing_clipped() -> None:
+    before, after = norms(Run(steps=2, precision="64-true", clip=None))
+    assert after == pytest.approx(before, rel=1e-12)

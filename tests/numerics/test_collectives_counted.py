@@ -1,0 +1,80 @@
+"""Gradients cross the network once per optimizer step, whatever is accumulated. Counted by torch's profiler."""
+
+from collections import Counter
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from helpers.ranks import on_ranks
+from helpers.training import Run, build
+from torch.profiler import ProfilerActivity, profile
+
+FIRST, STEPS = 3, 5  # DDP rearranges its buckets in the first steps
+ONE = Run(steps=STEPS, global_batch=16, micro_batch=8, model=dict(size="tiny", context=32, layers=3), clip=None)
+UNITS = 3 + 1  # a block each, and the root
+OPERATORS = {"c10d::allreduce_": "all-reduce", "c10d::_reduce_scatter_base_": "reduce-scatter"}
+
+
+class Counted(pl.Callback):
+    """Counts collectives from step ``FIRST`` on."""
+
+    def __init__(self) -> None:
+        self.profiler = profile(activities=[ProfilerActivity.CPU])
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if trainer.global_step == FIRST:
+            self.profiler.start()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if trainer.global_step == STEPS:
+            self.profiler.stop()
+
+    def per_step(self) -> dict[str, float]:
+        counts = Counter(OPERATORS[e.name] for e in self.profiler.events() if e.name in OPERATORS)
+        return {name: number / (STEPS - FIRST) for name, number in counts.items()}
+
+
+def count(run: Run) -> dict[str, float]:
+    counted = Counted()
+    trainer, module, data = build(run, counted)
+    trainer.fit(module, datamodule=data)
+    return counted.per_step()
+
+
+def counts(runs: list[Run]) -> list[dict[str, float]]:
+    return [count(run) for run in runs]
+
+
+@pytest.fixture(scope="module")
+def per_step() -> dict[str, list[dict[str, float]]]:
+    """Per strategy: collectives a step without accumulation, with 4 micro-batches, and those without ``no_sync``."""
+    runs = []
+    for strategy, options in (("ddp", dict(bucket_cap_mb=0.1)), ("fsdp2", {})):
+        straight = ONE.on(strategy, 2, strategy_options=options)
+        runs += [
+            straight,
+            straight.on(strategy, 2, micro_batch=2),
+            straight.on(strategy, 2, micro_batch=2, strategy_options=options | dict(no_sync=False)),
+        ]
+    found = on_ranks(2, counts, runs)
+    assert found[0] == found[1], "ranks issue the same collectives"
+    return {"ddp": found[0][:3], "fsdp2": found[0][3:]}
+
+
+def test_ddp_reduces_each_bucket_once_per_step_at_accumulate_4(per_step: dict[str, list[dict[str, float]]]) -> None:
+    straight, accumulated, every_micro_batch = per_step["ddp"]
+    print(f"ddp: {accumulated} a step at accumulate 4, {every_micro_batch} with no_sync=False")
+    buckets = straight["all-reduce"]
+    assert buckets > 1, "small buckets, so that there are several"
+    assert accumulated == {"all-reduce": buckets}
+    assert every_micro_batch == {"all-reduce": 4 * buckets}
+
+
+def test_fsdp2_reduce_scatters_each_unit_once_per_step_at_accumulate_4(
+    per_step: dict[str, list[dict[str, float]]],
+) -> None:
+    straight, accumulated, every_micro_batch = per_step["fsdp2"]
+    print(f"fsdp2: {accumulated} a step at accumulate 4, {every_micro_batch} with no_sync=False")
+    assert straight == {"reduce-scatter": UNITS}
+    assert accumulated == {"reduce-scatter": UNITS}
+    assert every_micro_batch == {"reduce-scatter": 4 * UNITS}

@@ -1,0 +1,62 @@
+"""The promise: the same run on any number of devices, under any strategy, follows one loss curve."""
+
+from dataclasses import replace
+
+import pytest
+from helpers.ranks import on_ranks
+from helpers.training import Run, curves, losses, worst
+
+FP32, FP64 = "32-true", "64-true"
+# fp32 sums in another order differ by about 1e-7 near a loss of 4; fp64 ones by 1e-15. The margins are what is promised.
+TOLERANCE = {FP32: 1e-6, FP64: 1e-12}
+ONE = Run(steps=16, global_batch=16, micro_batch=4)  # accumulates 4
+ON_THREE = replace(ONE, global_batch=24)
+DROPOUT = replace(ONE, model=ONE.model | dict(dropout=0.2))
+LLAMA = replace(
+    ONE,
+    model=ONE.model
+    | dict(norm="rmsnorm", positions="rope", activation="swiglu", tied=False, bias=True, heads=4, kv_heads=2),
+)
+RUNS = {
+    2: [
+        ONE.on("ddp", 2),
+        ONE.on("fsdp2", 2),
+        ONE.on("fsdp2", 2, recompute="full"),
+        ONE.on("ddp", 2, micro_batch=8),
+        ONE.on("fsdp2", 2, micro_batch=2),
+    ],
+    4: [ONE.on("ddp", 4), ONE.on("fsdp2", 4), ONE.on("fsdp2", 4, micro_batch=1)],
+    3: [ON_THREE.on("ddp", 3), ON_THREE.on("fsdp2", 3)],
+}
+
+
+@pytest.mark.parametrize("precision", [FP32, FP64])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ddp_and_fsdp2_follow_the_single_process_curve(ranks: int, precision: str) -> None:
+    runs = [replace(run, precision=precision) for run in RUNS[ranks]]
+    reference = losses(replace(ON_THREE if ranks == 3 else ONE, precision=precision))
+    on_each_rank = on_ranks(ranks, curves, runs)
+    differences = {name: worst(curve, reference) for name, curve in on_each_rank[0].items()}
+    for name, difference in differences.items():
+        print(f"{name}: worst difference {difference:.2e} over {ONE.steps} steps")
+    assert max(differences.values()) <= TOLERANCE[precision]
+    assert all(other == on_each_rank[0] for other in on_each_rank), "the recorded losses are the same on every rank"
+    assert reference[-1] < reference[0] - 0.1, "a curve that does not fall proves little"
+
+
+def test_accumulation_and_recomputation_do_not_change_the_curve_of_one_process() -> None:
+    reference = losses(replace(ONE, precision=FP64))
+    for change in (dict(micro_batch=16), dict(micro_batch=1), dict(recompute="full")):
+        assert worst(losses(replace(ONE, precision=FP64, **change)), reference) <= TOLERANCE[FP64]
+
+
+def test_dropout_and_the_llama_shape_follow_the_curve_on_any_layout_of_the_same_micro_batches() -> None:
+    """Dropout masks belong to a micro-batch of a step, so they do not depend on the rank that computes it."""
+    layouts = [("ddp", "none"), ("fsdp2", "none"), ("fsdp2", "full")]
+    for run in (DROPOUT, LLAMA):
+        one = replace(run, precision=FP64, steps=8)
+        runs = [one.on(strategy, 2, recompute=recompute) for strategy, recompute in layouts]
+        reference = losses(one)
+        for name, curve in on_ranks(2, curves, runs)[0].items():
+            assert worst(curve, reference) <= TOLERANCE[FP64], name
+    assert worst(losses(replace(DROPOUT, steps=3)), losses(replace(ONE, steps=3))) > 1e-3, "dropout does something"
