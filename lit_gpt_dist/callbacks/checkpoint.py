@@ -5,13 +5,14 @@ tensors are copied into host memory.
 """
 
 import functools
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_gpt_dist.checkpoint import find, interval, retention
 from lit_gpt_dist.checkpoint import format as layout
@@ -84,7 +85,7 @@ class CheckpointCallback(Callback):
             layout.sweep_temporary(folder, run_id)
             others = [f for f in find.list_checkpoints(folder) if f.manifest and f.manifest.run_id != run_id]
             if others:
-                rank_zero_warn(f"{folder} holds checkpoints of another run; they are left alone")
+                print(f"warning: {folder} holds checkpoints of another run, which are left alone", file=sys.stderr)
         self._started, self._first_step = time.perf_counter(), trainer.global_step
 
     def on_train_batch_end(

@@ -6,9 +6,7 @@ Communicates once, at the end (the peak memory's maximum over ranks).
 import json
 import os
 import platform
-import resource
 import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,11 @@ import lightning
 import lightning.pytorch as pl
 import torch
 
+from lit_gpt_dist.callbacks.device import device_name
+from lit_gpt_dist.callbacks.memory import most_resident_bytes
 from lit_gpt_dist.callbacks.recorder import GIB, find_recorder
 from lit_gpt_dist.callbacks.signals import RunStopped
-from lit_gpt_dist.model.flops import flops_per_token, model_flops_utilization
-from lit_gpt_dist.planner.hardware import device_by_name
+from lit_gpt_dist.callbacks.utilization import utilization
 
 
 class ResultsWriter(pl.Callback):
@@ -77,7 +76,7 @@ class ResultsWriter(pl.Callback):
             "steps": trainer.global_step,
             "step_ms": seconds and 1000 * seconds,
             "tok_s": seconds and tokens / seconds,
-            **self._utilization(trainer, module, seconds and tokens / seconds),
+            **utilization(trainer, module, seconds and tokens / seconds),
             "val_loss": None if validation is None else float(validation),
             "seed": module.seed,
             "precision": str(trainer.precision),
@@ -98,34 +97,15 @@ class ResultsWriter(pl.Callback):
             "losses": recorder.losses,
         }
 
-    def _utilization(self, trainer: Any, module: Any, tokens_per_second: float | None) -> dict[str, float | None]:
-        """MFU in the PaLM and the half-attention count; None on a device whose peak is not known."""
-        half = str(trainer.precision) in ("bf16-mixed", "16-mixed")  # the peak known is that of 16-bit products
-        peak = device_by_name(device_name(module.device)).peak_flops if half else None
-        if not peak or not tokens_per_second:
-            return {"mfu": None, "mfu_half_attention": None}
-        flops = flops_per_token(module.config)
-        world = trainer.world_size
-        return {
-            "mfu": model_flops_utilization(flops.palm, tokens_per_second, peak, world),
-            "mfu_half_attention": model_flops_utilization(flops.half_attention, tokens_per_second, peak, world),
-        }
-
 
 def peak_memory(trainer: Any) -> dict[str, float | None]:
     """Most memory any rank had, in GiB: allocated on the device (None on a CPU), and resident on the host."""
     device = trainer.strategy.root_device
-    on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    pair = torch.tensor([on_device, on_host], dtype=torch.float64, device=device)
+    recorder = find_recorder(trainer)
+    on_device = recorder.memory.run_peak() if recorder else 0
+    pair = torch.tensor([on_device, most_resident_bytes()], dtype=torch.float64, device=device)
     on_device, on_host = trainer.strategy.reduce(pair, reduce_op="max").tolist()
     return {"mem_gib": on_device / GIB if on_device else None, "host_gib": on_host / GIB}
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()
 
 
 def versions() -> dict[str, str | None]:

@@ -1,0 +1,57 @@
+"""How long single steps take on the device: percentiles over the last window. Never waits for the device itself."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lit_gpt_dist.callbacks.clock import Clock
+
+PERCENTILES = (50, 95, 99)
+
+
+class StepTimes:
+    """Marks the end of every step, and reads the distances when somebody else has waited for the device.
+
+    Args:
+        clock: None: nothing is measured.
+        window: steps the percentiles are taken over.
+    """
+
+    def __init__(self, clock: Clock | None, window: int) -> None:
+        self.clock = clock
+        self.seconds: deque[float] = deque(maxlen=window)
+        self._last: Any = None
+        self._pairs: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        """The next step starts now: at the start of a run, or after a pause that is not the step's."""
+        if self.clock is not None:
+            self._last = self.clock.mark()
+
+    def step_ended(self) -> None:
+        if self.clock is None or self._last is None:
+            return
+        mark = self.clock.mark()
+        self._pairs.append((self._last, mark))
+        self._last = mark
+
+    def collect(self) -> None:
+        """Once the device has passed all marks: turns them into seconds."""
+        if self.clock is not None:
+            self.seconds += [self.clock.seconds(first, second) for first, second in self._pairs]
+        self._pairs = []
+
+    def forget(self) -> None:
+        """Leaves out everything so far: warm-up."""
+        self._pairs = []
+        self.seconds.clear()
+
+
+def percentiles(seconds: Sequence[float]) -> dict[int, float]:
+    """p50, p95, p99 in the unit given; empty without values."""
+    if not len(seconds):
+        return {}
+    values = np.percentile(np.asarray(seconds), PERCENTILES)
+    return dict(zip(PERCENTILES, values.tolist(), strict=True))
