@@ -4,6 +4,7 @@ Knows which micro-batches make a step; knows nothing of how strategies spread th
 """
 
 import hashlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -83,6 +84,7 @@ class GPTModule(pl.LightningModule):
         self.model: GPT | None = None
         self.step_loss: Tensor | None = None  # mean loss of this rank's last step, a scalar on the device
         self.gradient_norm: Tensor | None = None  # before clipping, over all ranks
+        self.norm_watcher: Callable[[Optimizer, Tensor], None] | None = None  # told each norm before the update
         self.validation_loss = MeanMetric()
 
     @property
@@ -170,11 +172,13 @@ class GPTModule(pl.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        if gradient_clip_algorithm == "value":
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
         assert self.model is not None
-        self.gradient_norm = clip_by_global_norm(self.model.parameters(), gradient_clip_val)
+        by_value = gradient_clip_algorithm == "value"
+        self.gradient_norm = clip_by_global_norm(self.model.parameters(), None if by_value else gradient_clip_val)
+        if by_value:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        if self.norm_watcher is not None:
+            self.norm_watcher(optimizer, self.gradient_norm)
 
     # ---- validation -----------------------------------------------------------------------------------------------
 

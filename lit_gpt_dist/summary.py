@@ -7,8 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lit_gpt_dist.callbacks.device import device_name
 from lit_gpt_dist.callbacks.recorder import find_recorder
-from lit_gpt_dist.callbacks.results import ResultsWriter, device_name
+from lit_gpt_dist.callbacks.results import ResultsWriter
 
 
 def start_lines(trainer: Any, module: Any) -> list[str]:
@@ -19,7 +20,7 @@ def start_lines(trainer: Any, module: Any) -> list[str]:
     ranks = f"{plan.ranks} rank" + ("s" if plan.ranks > 1 else "")
     lines = [
         f"model    {module.size}: {count(config.parameters())} parameters ({shape}, vocabulary {config.vocab_size})",
-        f"data     {trainer.datamodule.describe()}",
+        f"data     {trainer.datamodule.describe_corpus()}",
         f"batch    global {plan.global_batch} = micro {plan.micro_batch} × accumulate {plan.accumulate} × {ranks}; "
         f"{tokens:,} tokens per step",
         f"machine  {trainer.world_size} × {device_name(module.device)}, {strategy.name}, {trainer.precision}"

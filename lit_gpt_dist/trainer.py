@@ -1,5 +1,6 @@
 """Lightning's Trainer where it needs a little more: our strategies behind ``auto``, a run folder, no sync per step."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ class StepLoop(_TrainingEpochLoop):
     Lightning 2.6 shares a SIGTERM flag by a broadcast and an ``item()`` per batch, which makes the CPU wait for the GPU at
     each step. ``callbacks/signals.py`` agrees on signals in its own way.
     """
+
+    on_step_begin: Callable[[], None] | None = None  # called before a step's batch is asked for
+
+    def advance(self, data_fetcher: Any) -> None:
+        if self.on_step_begin is not None:
+            self.on_step_begin()
+        super().advance(data_fetcher)
 
     def _broadcast_sigterm_tensor(self) -> None:
         pass

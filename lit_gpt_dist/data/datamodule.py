@@ -81,6 +81,7 @@ class GPTDataModule(lightning.LightningDataModule):
         self._corpus: Corpus | None = None
         self._accumulate: int | None = None  # the Trainer's accumulate_grad_batches, once absorbed
         self._device_tokens: Tensor | None = None
+        self.data_offset = 0  # step s takes the windows of s + data_offset: more than 0 once bad data were passed over
         self._saved: dict[str, Any] | None = None  # a checkpoint's account of its data that came before setup
 
     # ---- what others ask for, after setup
@@ -109,12 +110,21 @@ class GPTDataModule(lightning.LightningDataModule):
         return self.plan.global_batch * self.context
 
     def describe(self) -> str:
+        """One line about the data and how they are split."""
+        return f"{self.describe_corpus()}; {self.plan}; context {self.context}; {self.draw} windows"
+
+    def describe_corpus(self) -> str:
         """One line for the start of a run."""
         corpus, kind = self.corpus, f"{self.vocabulary.kind}, vocabulary {self.vocabulary.size}"
         parts = f"{len(self._train):,} tokens to train, {len(self._validation):,} to validate"
         dropped = sum(corpus.dropped.values())
         note = f", {dropped:,} characters outside the vocabulary dropped" if dropped else ""
-        return f"{corpus.name} ({kind}): {parts}{note}; {self.plan}; context {self.context}; {self.draw} windows"
+        return f"{corpus.name} ({kind}): {parts}{note}"
+
+    def global_windows(self, step: int) -> tuple[Tensor, Tensor]:
+        """Starts (global_batch,) and tokens (global_batch, context + 1) of a whole step, as all ranks together take it."""
+        starts = self._source.global_starts(step + self.data_offset)
+        return torch.from_numpy(starts), torch_tokens(self._train.gather(starts, self.context + 1))
 
     # ---- Lightning's hooks, in the order in which they are called
 
@@ -198,15 +208,19 @@ class GPTDataModule(lightning.LightningDataModule):
     def train_dataloader(self) -> StepLoader:
         """Endless steps from the Trainer's current one. Communicates: the ranks compare their first windows."""
         trainer = self._trainer()
-        compare_windows(trainer.strategy, self._source, trainer.global_step)
+        compare_windows(trainer.strategy, self._source, self._position())
         on_host = not self._gather_on_device and (self._workers > 0 or self._on_accelerator)
         return StepLoader(
             self._source,
-            current_step=lambda: trainer.global_step,
+            current_step=self._position,
             tokens=self._train if on_host else None,
             workers=self._workers,
             pin=trainer.strategy.root_device.type == "cuda",
         )
+
+    def _position(self) -> int:
+        """The step whose windows the run takes next."""
+        return self._trainer().global_step + self.data_offset
 
     def val_dataloader(self) -> ValLoader:
         micro = self.val_micro_batch or self.plan.micro_batch
@@ -222,9 +236,9 @@ class GPTDataModule(lightning.LightningDataModule):
             return ValBatch(windows, batch.weights.to(device, non_blocking=True))
         if not isinstance(batch, StepBatch):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
-        step = self._trainer().global_step
-        if batch.step != step:  # read ahead before a checkpoint told the step
-            batch = self._source.batch(step)
+        position = self._position()
+        if batch.step != position:  # read ahead before a checkpoint told the step
+            batch = self._source.batch(position)
         if batch.windows is not None:
             return batch.windows.to(device, non_blocking=True).long()
         return self._gather(self._train, batch.starts, device)
@@ -245,7 +259,7 @@ class GPTDataModule(lightning.LightningDataModule):
     # ---- where the data came from
 
     def state_dict(self) -> dict[str, Any]:
-        """Provenance, not a position: the step alone says where a run is."""
+        """Provenance, not a position: the step alone says where a run is, but for data that were passed over."""
         if self._corpus is None:
             return {}
         return {
@@ -257,9 +271,11 @@ class GPTDataModule(lightning.LightningDataModule):
             "context": self.context,
             "draw": self.draw,
             "seed": self.seed,
+            "data_offset": self.data_offset,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.data_offset = int(state_dict.get("data_offset", 0))
         if self._corpus is None:
             self._saved = dict(state_dict)
         else:
