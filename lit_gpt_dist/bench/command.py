@@ -57,6 +57,7 @@ def _parser() -> ToolParser:
     how.add_argument("--seed", type=int, help="seed of every run (default: `fit`'s own)")
     how.add_argument("--memory_fraction", type=float, help="use this share of each card's memory only")
     how.add_argument("--timeout", type=float, help="seconds after which a run counts as failed (default: 900)")
+    how.add_argument("--time_limit", type=float, help="seconds after which no round is begun; the same command goes on")
     how.add_argument("--root", help="where runs and results.jsonl are written (default: logs/bench)")
     how.add_argument("--dry_run", action="store_true", help="list what would be run, and run nothing")
     return parser
@@ -134,11 +135,8 @@ def _measure(
     root = Path(options["root"])
     environment = child_environment(machine.cards is None, setting.memory_fraction)
     runner = Runner(root, fit_command(), setting, environment, options["timeout"])
-    facts = describe_environment(argv)
-    if "OMP_NUM_THREADS" in environment:
-        facts["threads a process"] = environment["OMP_NUM_THREADS"]
-    (root / "environment.json").write_text(json.dumps(facts, indent=2) + "\n")
-    session = Session(runner, console)
+    _write_environment(root / "environment.json", argv, environment)
+    session = Session(runner, console, options["time_limit"])
     before = signal.signal(signal.SIGTERM, _interrupt)  # so that `kill` leaves no process either
     try:
         if options["find"] == "fastest":
@@ -158,11 +156,27 @@ def _measure(
     return _sum_up(console, session, root)
 
 
+def _write_environment(path: Path, argv: list[str], environment: dict[str, str]) -> None:
+    """What holds now, and the commands of all calls that wrote results here."""
+    facts = describe_environment(argv)
+    if "OMP_NUM_THREADS" in environment:
+        facts["threads a process"] = environment["OMP_NUM_THREADS"]
+    try:
+        earlier = json.loads(path.read_text())["commands"]
+    except (OSError, ValueError, KeyError, TypeError):
+        earlier = []
+    command = facts.pop("command")
+    facts["commands"] = [*(words for words in earlier if words != command), command]
+    path.write_text(json.dumps(facts, indent=2) + "\n")
+
+
 def _sum_up(console: Console, session: Session, root: Path) -> int:
     counts = {status: sum(line["status"] == status for line in session.results) for status in ("ok", "oom", "failed")}
     words = f"{counts['ok']} measured, {counts['oom']} out of memory, {counts['failed']} failed"
     known = f" ({session.reused} of them from an earlier call)" if session.reused else ""
     console.print(f"{words}{known}; `lit-gpt-dist report {root}/results.jsonl` shows them", soft_wrap=True)
+    if session.left_out:
+        console.print(f"{session.left_out} rounds are left, for which there was no time; the same command goes on")
     return EXIT_FAILURE if counts["failed"] else EXIT_OK
 
 

@@ -62,6 +62,7 @@ OPTIONS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
     "seed": (_single(int), None),
     "memory_fraction": (_single(float), None),
     "timeout": (_single(float), 900.0),
+    "time_limit": (_single(float), None),
     "root": (_single(str), "logs/bench"),
     "dry_run": (lambda name, value: bool(value), False),
 }

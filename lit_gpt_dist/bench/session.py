@@ -15,9 +15,12 @@ from lit_gpt_dist.bench.runner import Runner, interleaved, time_left
 class Session:
     """One call of `bench`: measures rounds that are not known yet and tells about each."""
 
-    def __init__(self, runner: Runner, console: Console) -> None:
+    def __init__(self, runner: Runner, console: Console, time_limit_seconds: float | None = None) -> None:
         self.runner = runner
         self.console = console
+        self.left_out = 0  # rounds that the time limit left for another call
+        self._began = time.monotonic()
+        self._limit_seconds = time_limit_seconds
         self.results: list[dict[str, Any]] = []
         self.reused = 0
         self._seconds: dict[Case, list[float]] = {}
@@ -38,8 +41,19 @@ class Session:
             for done, (case, number) in enumerate(order):
                 left = time_left(self._seconds, [pair for pair in order[done:] if self.runner.known(*pair) is None])
                 progress.update(task, description=escape(f"{case.name}, round {number + 1}"), left=_left(left))
-                self.one(case, number)
+                if self._has_time_for(case, number):
+                    self.one(case, number)
+                else:
+                    self.left_out += 1
                 progress.update(task, completed=done + 1)
+
+    def _has_time_for(self, case: Case, number: int) -> bool:
+        """Whether the round should end within the time limit, judged by the longest run of the case so far, or of all."""
+        if self._limit_seconds is None or self.runner.known(case, number) is not None:
+            return True
+        every = [seconds for several in self._seconds.values() for seconds in several]
+        expected = max(self._seconds.get(case, every), default=0.0)
+        return time.monotonic() - self._began + expected < self._limit_seconds
 
     def one(self, case: Case, number: int = 0) -> dict[str, Any]:
         """One round: from the file if it was run before."""

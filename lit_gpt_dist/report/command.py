@@ -66,10 +66,13 @@ def main(argv: list[str]) -> int:
             f"no usable line in {', '.join(options.results)}{f' ({damaged[0]})' if damaged else ''}; run `fit` or `bench` first"
         )
     report = build(runs, options.reference, options.link, options.calibration and Path(options.calibration))
+    written: list[Path] = []
+    if options.out or options.markdown or options.tensorboard:  # first: `... | head` ends the printing, not the writing
+        written = _write(report, options, formats, environment_of(options.results, runs))
     console = make_console()
     _print(console, report, damaged)
-    if options.out or options.markdown or options.tensorboard:
-        _write(console, report, options, formats, environment_of(options.results, runs))
+    for path in written:
+        console.print(f"wrote {_plain(path)}", soft_wrap=True)
     return EXIT_OK
 
 
@@ -153,7 +156,7 @@ def _shortened(table: Table) -> Table:
     return Table(table.title, table.headers, table.rows[:_MOST_TERMINAL_ROWS], (*table.notes, note))
 
 
-def _write(console: Console, report: Report, options: Any, formats: list[str], facts: dict[str, Any]) -> None:
+def _write(report: Report, options: Any, formats: list[str], facts: dict[str, Any]) -> list[Path]:
     # matplotlib takes a second to import: only for those who want pictures
     from lit_gpt_dist.report.loss_pictures import draw_losses
     from lit_gpt_dist.report.page import html_page, markdown_page, write_pictures, write_tensorboard
@@ -189,5 +192,4 @@ def _write(console: Console, report: Report, options: Any, formats: list[str], f
     if options.tensorboard:
         write_tensorboard(pictures, Path(options.tensorboard))
         written.append(Path(options.tensorboard))
-    for path in written:
-        console.print(f"wrote {_plain(path)}", soft_wrap=True)
+    return written

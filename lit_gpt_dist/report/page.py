@@ -66,6 +66,8 @@ def markdown_page(
 def _facts_text(facts: dict[str, Any]) -> str:
     lines = []
     for name, value in facts.items():
+        if isinstance(value, list):
+            value = "\n".join(map(str, value))
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         indented = "\n    ".join(text.strip().split("\n"))
         lines.append(f"{name}:\n    {indented}" if "\n" in text.strip() else f"{name}: {indented}")

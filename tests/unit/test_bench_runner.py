@@ -127,6 +127,15 @@ def test_finished_rounds_are_not_run_again_and_failures_are(tmp_path):
     assert session.reused == 4
 
 
+def test_a_time_limit_leaves_rounds_for_the_next_call(tmp_path):
+    session = Session(make_runner(tmp_path), Console(quiet=True), time_limit_seconds=0)
+    session.run_all([case(), case(8)], 2)
+    assert (session.left_out, calls(tmp_path)) == (4, [])
+    session = Session(make_runner(tmp_path), Console(quiet=True), time_limit_seconds=600)
+    session.run_all([case(), case(8)], 2)
+    assert (session.left_out, len(calls(tmp_path))) == (0, 4)
+
+
 def test_another_setting_is_another_case(tmp_path):
     runner = make_runner(tmp_path)
     runner.measure(case(), 0)
