@@ -31,6 +31,7 @@ from typing import NamedTuple
 from lit_gpt_dist.model.config import GPTConfig
 
 FP32_BYTES = 4
+TOKEN_BYTES = 16  # a token and its target, 64-bit integers
 
 
 class Widths(NamedTuple):
@@ -83,7 +84,13 @@ def layer_saved_bytes(config: GPTConfig, context: int, width: Widths, flash: boo
 def ends_saved_bytes(config: GPTConfig, width: Widths) -> float:
     """Bytes per token outside the blocks, logits not counted: tokens and targets, final norm, the head's input."""
     mask = config.width if config.dropout > 0 else 0
-    return 16 + width.residual * config.width + norm_statistics_bytes(config) + width.compute * config.width + mask
+    return (
+        TOKEN_BYTES
+        + width.residual * config.width
+        + norm_statistics_bytes(config)
+        + width.compute * config.width
+        + mask
+    )
 
 
 def saved_bytes(

@@ -127,12 +127,13 @@ def save(calibration: Calibration, path: Path) -> None:
 
 def find(device_key: str) -> Calibration | None:
     """The newest calibration in the cache for a device, by planner key or by driver name; None when there is none."""
+    wanted = {device_key.lower(), known_device(device_key) or device_key.lower()}
     folder = cache_folder()
     if not folder.is_dir():
         return None
     newest_first = sorted(folder.glob("calibration-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in newest_first:
         calibration = load(path)
-        if device_key.lower() in (calibration.device.lower(), known_device(calibration.device)):
+        if wanted & {calibration.device.lower(), known_device(calibration.device)}:
             return calibration
     return None

@@ -10,7 +10,7 @@ from rich.console import Console
 from lit_gpt_dist.errors import EXIT_OK, UserError
 from lit_gpt_dist.planner import activations, render, running
 from lit_gpt_dist.planner.advice import Advice, advise
-from lit_gpt_dist.planner.calibration import to_json
+from lit_gpt_dist.planner.calibration import find, to_json
 from lit_gpt_dist.planner.compare import compare_line, read_lines
 from lit_gpt_dist.planner.estimate import Estimate, estimate
 from lit_gpt_dist.planner.explain import FIGURES, explain
@@ -153,7 +153,14 @@ def inference_advice(plans: list[InferencePlan], job: Job) -> str:
 
 
 def compare(console: Console, options: argparse.Namespace, job: Job) -> int:
-    comparisons = [compare_line(line, job.calibration, job.link) for line in read_lines(options.compare)]
+    comparisons = []
+    for line in read_lines(options.compare):
+        calibration = job.calibration
+        if not (options.calibration or options.no_calibration):  # each line's own device, not the one planned for
+            calibration = find(str(line.get("device")))
+        measured = calibration.link(int(line.get("world") or 1)) if calibration else None
+        link = job.link if options.link or not measured else measured
+        comparisons.append(compare_line(line, calibration, link))
     if options.json:
         print(json.dumps([dataclasses.asdict(one) for one in comparisons], indent=1))
         return EXIT_OK

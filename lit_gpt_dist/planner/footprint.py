@@ -3,7 +3,7 @@
 A step has three moments that can be the peak:
 
 * *loss*: the forward of a micro-batch has ended, every kept activation and the logits are alive;
-* *backward*: logits are gone, the last block is whole again (matters under recomputation);
+* *backward*: logits are gone, the last block is whole (again, under recomputation) and gradients pass through it;
 * *end*: backward reaches the first block, every gradient exists.
 
 Gradients before the end: none for a single card without accumulation (they are freed by ``zero_grad``); all of
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from lit_gpt_dist.model.config import GPTConfig
 from lit_gpt_dist.planner.activations import (
     FP32_BYTES,
+    TOKEN_BYTES,
     Widths,
     ends_saved_bytes,
     layer_saved_bytes,
@@ -115,7 +116,9 @@ def copy_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
     head = job.model.vocab_size * job.model.width
     block = (job.model.matmul_parameters() - head) / job.model.layers
     live = {"loss": head + block * job.model.layers, "backward": block * job.model.layers, "end": block}[moment]
-    if accumulate > 1:
+    if accumulate > (
+        2 if moment == "backward" else 1
+    ):  # a backward that starts with gradients and the cache: the second
         live = job.model.matmul_parameters()
     elif job.recompute and moment == "backward":
         live = block
@@ -129,15 +132,24 @@ def activation_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> fl
         # Korthikanti et al. 2022: the norms' inputs and outputs stay whole on every rank, the rest is divided
         replicated = tokens * 2 * (width.residual + width.compute) * model.width
         layer = replicated + (layer - replicated) / plan.tensor
+    passing = tokens * passing_bytes(model, width) / plan.tensor
     if moment == "end":  # the first block's activations make room for its own gradients
         gradients = state_bytes_per_parameter(job.precision, job.optimizer).gradients
-        return max(0.0, layer - gradients * block_parameters(model) / plan.gradient_shards)
+        return max(0.0, layer + passing - gradients * block_parameters(model) / plan.gradient_shards)
     kept = tokens * width.residual * model.width if job.recompute else layer
     blocks = model.layers
     if plan.stages > 1:  # one forward, one backward: the first stage holds as many as there are stages (Narayanan 2019)
         blocks = min(plan.stages, accumulate) * -(-model.layers // plan.stages)
-    whole_again = layer if job.recompute and moment == "backward" else 0.0
-    return blocks * kept + whole_again + tokens * ends_saved_bytes(model, width)
+    if moment == "loss":
+        return blocks * kept + tokens * ends_saved_bytes(model, width)
+    whole_again = layer if job.recompute else 0.0
+    return blocks * kept + whole_again + passing + tokens * TOKEN_BYTES
+
+
+def passing_bytes(config: GPTConfig, width: Widths) -> float:
+    """Gradients on their way through a block, per token: the residual stream's and the feed-forward's widest one."""
+    wide = config.ff_width if config.activation == "gelu" else 2 * config.ff_width
+    return width.residual * config.width + width.compute * wide
 
 
 def buffer_bytes(job: Job, plan: Layout, moment: str) -> float:

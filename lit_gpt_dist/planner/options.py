@@ -1,6 +1,7 @@
 """The options of `plan`, and the job they describe. Reads the calibration cache and, for `--device auto`, the devices."""
 
 import argparse
+import platform
 from pathlib import Path
 
 from lit_gpt_dist.arguments import ToolParser
@@ -113,7 +114,7 @@ def machine_of(options: argparse.Namespace) -> tuple[Device, int]:
 
     found = visible_devices()
     if not found:
-        return device_by_name("a device (none found here)", options.memory_gib), options.devices or 1
+        return device_by_name(platform.processor() or platform.machine(), options.memory_gib), options.devices or 1
     memory = options.memory_gib or found[0].memory_bytes / GIB
     return device_by_name(found[0].name, memory), options.devices or len(found)
 
