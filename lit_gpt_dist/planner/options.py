@@ -132,7 +132,13 @@ def link_of(options: argparse.Namespace, device: Device, devices: int, calibrati
     if options.link:
         return link_by_name(options.link, device)
     measured = calibration.link(devices) if calibration and devices > 1 else None
-    return measured or UNKNOWN_LINK
+    if measured or options.device != "auto" or devices == 1 or device.nvlink_bandwidth is None:
+        return measured or UNKNOWN_LINK
+    from lit_gpt_dist.doctor.gpus import nvidia_smi
+    from lit_gpt_dist.doctor.topology import parse_topology
+
+    topology = parse_topology(nvidia_smi("topo", "-m"))
+    return link_by_name("nvlink", device) if topology and topology.fully_nvlinked else UNKNOWN_LINK
 
 
 def positive(options: argparse.Namespace, *names: str) -> None:
