@@ -22,6 +22,16 @@ from lit_gpt_dist.optim.config import LEARNING_RATES, OptimConfig
 from lit_gpt_dist.optim.groups import make_adamw
 from lit_gpt_dist.optim.schedules import lr_factor
 from lit_gpt_dist.parallel.clip import clip_by_global_norm
+from lit_gpt_dist.parallel.compile import Compile, compile_model, eagerly, resolve_compile
+from lit_gpt_dist.parallel.graph import (
+    DDP_WARMUP_STEPS,
+    SINGLE_WARMUP_STEPS,
+    StepGraph,
+    make_capturable,
+    on_side_stream,
+    recording,
+    why_not,
+)
 from lit_gpt_dist.parallel.recompute import Recompute, set_recompute
 
 
@@ -44,6 +54,8 @@ class GPTModule(pl.LightningModule):
         bias: biases in linear layers and norms.
         dropout: share of activations dropped in training.
         recompute: full recomputes each block's activations in backward instead of keeping them.
+        compile: torch.compile for the whole model, for each block, or not at all; auto: on GPUs.
+        cuda_graph: record a whole optimizer step and replay it; by default on GPUs, under single and ddp, where it can be.
         optim: AdamW and its schedule.
         seed: of the initial weights and of dropout.
         init_from: start from these weights (a checkpoint or an export) instead of random ones.
@@ -66,6 +78,8 @@ class GPTModule(pl.LightningModule):
         bias: bool | None = None,
         dropout: float | None = None,
         recompute: Recompute = "none",
+        compile: Compile = "auto",
+        cuda_graph: bool | None = None,
         optim: OptimConfig | None = None,
         seed: int = 1337,
         init_from: str | None = None,
@@ -78,6 +92,11 @@ class GPTModule(pl.LightningModule):
         )  # fmt: skip
         self.config: GPTConfig = preset(self.size, **self.shape)  # the vocabulary may still come from the corpus
         self.recompute: Recompute = recompute
+        self.compile_option: Compile = compile
+        self.compiled: str = "none"  # what ``auto`` came to
+        self.graph_option = cuda_graph
+        self.graph_wanted = False
+        self.step_graph: StepGraph | None = None
         self.optim = optim or OptimConfig()
         self.seed = seed
         self.init_from = init_from
@@ -94,7 +113,7 @@ class GPTModule(pl.LightningModule):
     # ---- building -------------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
-        """Builds, recomputes, shards, initialises: in this order, since hooks of sharding must sit outermost."""
+        """Builds, recomputes, compiles, shards, initialises: in this order, since hooks of sharding must sit outermost."""
         if self.model is not None:
             return
         self.config = self._config_for_corpus()
@@ -102,6 +121,8 @@ class GPTModule(pl.LightningModule):
         with strategy.build_context():
             self.model = GPT(self.config)
         set_recompute(self.model, self.recompute)
+        self.compiled = resolve_compile(self.compile_option, strategy.root_device, strategy.name)
+        compile_model(self.model, self.compiled)  # type: ignore[arg-type]
         strategy.place(self.model, self.seed)
 
     def _config_for_corpus(self) -> GPTConfig:
@@ -141,20 +162,29 @@ class GPTModule(pl.LightningModule):
         Returns:
             The last micro-batch's share of the loss. Lightning runs its backward, the one that synchronises.
         """
-        strategy: Any = self.trainer.strategy
+        if self.graph_wanted and self.trainer.global_step >= self._graph_from:
+            if self.step_graph is None:
+                self.step_graph = StepGraph(self._whole_step, windows)
+            return self._replay(windows)
         self.optimizers().zero_grad()  # type: ignore[union-attr]
+        losses = self._accumulate(windows)
+        loss = self._micro_loss(windows, len(windows) - 1)
+        self.step_loss = mean_loss([*losses, loss.detach()])
+        return loss / len(windows)
+
+    def _accumulate(self, windows: Tensor) -> list[Tensor]:
+        """Gradients of all micro-batches but the last, kept on this rank; their losses."""
+        strategy: Any = self.trainer.strategy
         losses = []
         for index in range(len(windows) - 1):
             with strategy.block_backward_sync():
                 loss = self._micro_loss(windows, index)
                 strategy.backward(loss / len(windows), None)
             losses.append(loss.detach())
-        loss = self._micro_loss(windows, len(windows) - 1)
-        self.step_loss = mean_loss([*losses, loss.detach()])
-        return loss / len(windows)
+        return losses
 
     def _micro_loss(self, windows: Tensor, index: int) -> Tensor:
-        if self.config.dropout > 0:
+        if self.config.dropout > 0 and not recording():
             self._seed_dropout(index, len(windows))
         forward: Any = self.trainer.strategy.model  # this module as the strategy wrapped it
         return forward(windows[index])
@@ -165,6 +195,63 @@ class GPTModule(pl.LightningModule):
         micro_batch = index * strategy.data_ranks + strategy.data_rank
         key = f"{self.seed}/{self.trainer.global_step}/{micro_batch}".encode()
         torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:7], "little"))
+
+    # ---- the same step as a CUDA graph ----------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        reason = why_not(self.trainer, self)
+        if self.graph_option and reason:
+            raise UserError(f"model.cuda_graph true, but {reason}; leave the option out")
+        strategy: Any = self.trainer.strategy
+        wanted = strategy.name in ("single", "ddp") if self.graph_option is None else self.graph_option
+        self.graph_wanted = wanted and reason is None
+        warmup = SINGLE_WARMUP_STEPS if strategy.name == "single" else DDP_WARMUP_STEPS
+        self._graph_from = self.trainer.global_step + warmup
+        if self.graph_wanted:
+            make_capturable(self.trainer.optimizers[0], self.device)
+
+    def on_train_end(self) -> None:
+        self.step_graph = None  # Lightning moves the model to the CPU next; a replay after that would crash
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.step_graph = None
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Lightning's own, until the whole step is recorded; then the closure's one replay is the step."""
+        if self.graph_wanted and self.trainer.global_step >= self._graph_from:
+            assert optimizer_closure is not None
+            optimizer_closure()
+        elif self.graph_wanted:  # on a side stream: what autograd keeps must not belong to the default one
+            with on_side_stream(self.device):
+                super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        else:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.step_graph is None or loss.requires_grad:
+            loss.backward(*args, **kwargs)
+
+    def _replay(self, windows: Tensor) -> Tensor:
+        assert self.step_graph is not None
+        if self.config.dropout > 0:
+            self._seed_dropout(0, 1)
+        self.step_graph.replay(windows)
+        self.step_loss, self.gradient_norm = self.step_graph.loss, self.step_graph.gradient_norm
+        return self.step_loss
+
+    def _whole_step(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """What Lightning drives hook by hook otherwise, in one piece to record."""
+        optimizer = self.trainer.optimizers[0]
+        optimizer.zero_grad(set_to_none=True)
+        losses = self._accumulate(windows)
+        loss = self._micro_loss(windows, len(windows) - 1)
+        (loss / len(windows)).backward()
+        self.configure_gradient_clipping(optimizer, self.trainer.gradient_clip_val)
+        optimizer.step()
+        assert self.gradient_norm is not None
+        return mean_loss([*losses, loss.detach()]), self.gradient_norm
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Lightning would zero between ``training_step`` and its backward, and lose all micro-batches but the last."""
@@ -184,7 +271,8 @@ class GPTModule(pl.LightningModule):
 
     def validation_step(self, batch: Any, index: int) -> None:
         """Weighted mean over fixed windows; a window of weight 0 only keeps the ranks in step."""
-        losses = self(batch.windows, "window")  # (micro,)
+        with eagerly():
+            losses = self(batch.windows, "window")  # (micro,)
         self.validation_loss.update(losses, batch.weights)
 
     def on_validation_epoch_end(self) -> None:

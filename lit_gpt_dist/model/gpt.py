@@ -148,6 +148,10 @@ class GPT(nn.Module):
         phases = rotary_phases(positions, self.config, x.dtype) if self.config.positions == "rope" else None
         for index, block in enumerate(self.blocks):
             x = block(x, phases, caches[index] if caches else None)
+        return self.readout(x, targets, reduction)
+
+    def readout(self, x: Tensor, targets: Tensor | None, reduction: str) -> Tensor:
+        """From the last block's output (B, T, W) to logits or loss: one piece, so that it can be compiled as one."""
         logits = self.head(self.norm(x))  # (B, T, V)
         if targets is None:
             return logits

@@ -17,16 +17,15 @@ from lit_gpt_dist.model.gpt import GPT
 STANDARD_DEVIATION = 0.02  # GPT-2 (Radford et al. 2019; openai/gpt-2, model.py: w_init_stdev)
 
 
-def initialize(model: GPT, seed: int, assign: Callable[[Tensor, Tensor], None] | None = None) -> None:
+def initialize(model: GPT, seed: int, assign: Callable[[Tensor, Tensor], object] | None = None) -> None:
     """Gives every parameter of ``model`` its initial value.
 
     Args:
         assign: how a full CPU value gets into a parameter; copies by default. A sharded model keeps its part.
     """
-    assign = assign or (lambda parameter, value: parameter.copy_(value))
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # a tied head is named once, as the embedding
-            assign(parameter, initial_value(name, tuple(parameter.shape), model.config, seed))
+            (assign or torch.Tensor.copy_)(parameter, initial_value(name, tuple(parameter.shape), model.config, seed))
 
 
 def initial_value(name: str, shape: tuple[int, ...], config: GPTConfig, seed: int) -> Tensor:

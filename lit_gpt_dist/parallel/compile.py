@@ -1,0 +1,42 @@
+"""torch.compile: what is compiled, and when not. Knows nothing of ranks.
+
+The order is recompute, compile, shard: recomputation becomes part of the compiled graph, and the hooks that gather a
+sharded block's weights stay outside of it.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import torch
+
+from lit_gpt_dist.model.gpt import GPT
+
+Compile = Literal["auto", "none", "blocks", "model"]
+
+
+def resolve_compile(mode: Compile, device: torch.device, strategy: str) -> Literal["none", "blocks", "model"]:
+    """What ``auto`` means.
+
+    Nothing on a CPU, where starting costs more than a small model's run. On a GPU the whole model for one device; blocks
+    under ddp and fsdp2, so that a block's gradients are sent, or its weights gathered, while another computes.
+    """
+    if mode != "auto":
+        return mode
+    if device.type != "cuda":
+        return "none"
+    return "model" if strategy == "single" else "blocks"
+
+
+def compile_model(model: GPT, mode: Literal["none", "blocks", "model"]) -> None:
+    """Compiles in place: parameters keep their names. Shapes are static: a step's windows always have the same."""
+    if mode == "model":
+        model.compile(dynamic=False)
+    elif mode == "blocks":
+        for block in model.blocks:
+            block.compile(dynamic=False)
+        model.readout = torch.compile(model.readout, dynamic=False)  # type: ignore[method-assign]
+
+
+def eagerly() -> AbstractContextManager:
+    """Around validation: it has other shapes, and compiling for them costs more than it gives back."""
+    return torch.compiler.set_stance("force_eager")

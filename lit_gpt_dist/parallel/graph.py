@@ -1,0 +1,83 @@
+"""A whole optimizer step as one CUDA graph: recorded once, then replayed with a single launch.
+
+Small models are bound by the CPU launching kernels (baby: some 1,500 a step); a replay launches none of them.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+SINGLE_WARMUP_STEPS = 4  # eager steps first: they make the optimizer's state, compile, and let libraries set up
+DDP_WARMUP_STEPS = 12  # DDP rebuilds its buckets and must have seen 11 iterations (PyTorch notes on CUDA graphs)
+
+Step = Callable[[Tensor], tuple[Tensor, Tensor]]  # windows -> loss and gradient norm, scalars on the device
+
+_SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+class StepGraph:
+    """Replays ``step`` on whatever windows it is given; their shape never changes.
+
+    Args:
+        step: forward, backward, clipping and update of one optimizer step, without anything that waits for the device.
+        windows: (accumulate, micro, context + 1), of the shape of all to come.
+    """
+
+    def __init__(self, step: Step, windows: Tensor) -> None:
+        self.windows = windows.clone()
+        self.graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads (pinning, NCCL's watchdog) may call CUDA while this one records
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.loss, self.gradient_norm = step(self.windows)
+
+    def replay(self, windows: Tensor) -> None:
+        """Takes one optimizer step; ``loss`` and ``gradient_norm`` then hold its results, on the device."""
+        self.windows.copy_(windows)
+        self.graph.replay()
+
+
+def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
+    """Moves what an update reads besides parameters, learning rate and step count, onto the device.
+
+    A recorded kernel keeps the numbers it was given; it reads tensors anew at each replay.
+    """
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+        if not isinstance(group["lr"], Tensor):
+            group["lr"] = torch.tensor(float(group["lr"]), device=device)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(device)
+
+
+def recording() -> bool:
+    """Whether the current stream is being recorded: then nothing may be decided or seeded on the CPU."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def on_side_stream(device: torch.device) -> Generator[None, None, None]:
+    """Runs on a stream of its own that waits for, and is waited for by, the current one."""
+    current = torch.cuda.current_stream(device)
+    side = _SIDE_STREAMS.setdefault(device, torch.cuda.Stream(device))
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        yield
+    current.wait_stream(side)
+
+
+def why_not(trainer: Any, module: Any) -> str | None:
+    """The reason why a step of this run cannot be recorded, or None."""
+    if module.device.type != "cuda":
+        return "the device is not a GPU"
+    if str(trainer.precision) == "16-mixed":
+        return "the loss scaler of 16-mixed decides on the CPU whether to take a step"
+    if trainer.gradient_clip_algorithm == "value":
+        return "clipping by value is not recorded"
+    if module.config.dropout > 0 and trainer.datamodule.plan.accumulate > 1:
+        return "dropout masks are seeded for each micro-batch from the CPU"
+    return None
