@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHILD = Path(__file__).with_name("child.py")
+AFTER_OUT_OF_MEMORY_SECONDS = 20.0
 _OUT_OF_MEMORY = (
     "OutOfMemoryError",
     "CUDA out of memory",
@@ -39,7 +40,11 @@ class Ended:
             return False
         text = _read(self.output)
         killed = self.code == -signal.SIGKILL or f"exit code -{signal.SIGKILL.value}" in text
-        return killed or any(words in text for words in _OUT_OF_MEMORY)
+        return killed or _tells_of_memory(text)
+
+
+def _tells_of_memory(text: str) -> bool:
+    return any(words in text for words in _OUT_OF_MEMORY)
 
 
 def _read(path: Path) -> str:
@@ -72,18 +77,23 @@ def run(
             start_new_session=True,
         )
         try:
-            code = _wait(process, began + timeout_seconds, while_waiting)
+            code = _wait(process, output, began + timeout_seconds, while_waiting)
         finally:
             end_session(process)
     return Ended(code, time.monotonic() - began, output)
 
 
-def _wait(process: subprocess.Popen, deadline: float, while_waiting: Callable[[], None]) -> int | None:
+def _wait(process: subprocess.Popen, output: Path, deadline: float, while_waiting: Callable[[], None]) -> int | None:
+    """The exit code, or None at the deadline. Once memory has run out on one rank, the others may wait for it for ever:
+    they are given little time."""
+    told = False
     while time.monotonic() < deadline:
         try:
             return process.wait(timeout=0.25)
         except subprocess.TimeoutExpired:
             while_waiting()
+        if not told and _tells_of_memory(_read(output)):
+            told, deadline = True, min(deadline, time.monotonic() + AFTER_OUT_OF_MEMORY_SECONDS)
     return None
 
 
