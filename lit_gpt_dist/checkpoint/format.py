@@ -125,13 +125,18 @@ def temporary_folder(final: Path, run_id: str) -> Path:
 def commit(temporary: Path, final: Path, manifest: Manifest) -> Path:
     """Writes the manifest and gives the folder its name: the instant at which the checkpoint exists.
 
-    A checkpoint of the same run and name makes way (the run went back and came again, or that one was damaged); one of
-    another run stays, and the new one's name gets the run's beginning.
+    A checkpoint of the same run and name makes way (the run went back and came again, or that one was damaged). A
+    ``step-`` folder of another run stays, and the new one's name gets the run's beginning.
+
+    Raises:
+        FileExistsError: something else than a checkpoint has the name.
     """
     write_durably(temporary / MANIFEST_FILE, manifest.to_json())
     sync_folder(temporary)
-    if final.exists() and not owned_by(final, manifest.run_id):
+    if STEP_FOLDER.fullmatch(final.name) and final.exists() and not owned_by(final, manifest.run_id):
         final = final.with_name(f"{final.name}-{manifest.run_id[:8]}")
+    if final.exists() and not (final / MANIFEST_FILE).is_file():
+        raise FileExistsError(f"{final} exists and is no checkpoint")
     displaced = temporary_folder(final, manifest.run_id) if final.exists() else None
     if displaced is not None:
         final.rename(displaced)

@@ -6,6 +6,7 @@ What Lightning collects is split: tensors go to ``torch.distributed.checkpoint``
 
 import json
 import platform
+import sys
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
@@ -17,7 +18,6 @@ import lightning
 import torch
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -157,10 +157,9 @@ class FolderCheckpoints(Strategy):
         ranks = self.saver.ranks
         self.saver.wait()
         folder, damaged = ranks.from_first(lambda: find.choose(Path(checkpoint_path)))
-        for line in damaged:
-            rank_zero_warn(f"{line}; passed over")
-        if damaged or Path(checkpoint_path).name == layout.LAST:
-            rank_zero_info(f"taking checkpoint {folder}")
+        if self.is_global_zero:
+            for line in damaged:
+                print(f"warning: {line}; {folder} is taken instead", file=sys.stderr)
         opened = _open(folder)
         module = self.lightning_module
         assert module is not None
