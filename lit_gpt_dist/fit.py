@@ -14,13 +14,17 @@ from typing import Any, NoReturn
 
 import torch
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_gpt_dist.arguments import nearest, unknown_option_message
 from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
 from lit_gpt_dist.callbacks.final_validation import FinalValidation
+from lit_gpt_dist.callbacks.hangs import record_collectives
+from lit_gpt_dist.callbacks.monitor import watching
+from lit_gpt_dist.callbacks.options import MonitorOptions
 from lit_gpt_dist.callbacks.progress import StepBar
 from lit_gpt_dist.callbacks.recorder import StepRecorder
 from lit_gpt_dist.callbacks.results import ResultsWriter
@@ -117,6 +121,13 @@ class TrainingCLI(LightningCLI):
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.seed")
         parser.add_lightning_class_args(CheckpointCallback, "checkpoint")
+        parser.add_class_arguments(MonitorOptions, "monitor")
+        parser.add_argument(
+            "--profile",
+            type=str | None,
+            default=None,
+            help="Trace optimizer steps on every rank for `lit-gpt-dist trace`: a span as 20-24, or how many.",
+        )
         parser.add_argument("--tag", type=str | None, default=None, help="Name of the run; by default size and time.")
         parser.add_argument("--quiet", type=bool, default=False, help="Print nothing but errors.")
         parser.add_argument(
@@ -187,9 +198,9 @@ class TrainingCLI(LightningCLI):
         root = Path(options.trainer.default_root_dir)
         name = name_run(root, options.tag or "", options.model.size) if fitting else None
         if options.trainer.logger in (None, True):
-            kwargs["logger"] = TensorBoardLogger(root, name="", version=name) if name else False
+            kwargs["logger"] = loggers(root, name, options.monitor.csv) if name else False
         bar = StepBar(options.quiet)
-        ours = [FinalValidation(), StepRecorder(), bar]
+        ours = [FinalValidation(), bar]
         if fitting:
             extra = {"matmul_precision": options.matmul_precision}
             ours += [
@@ -200,6 +211,11 @@ class TrainingCLI(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         assert isinstance(trainer, Trainer)
         trainer.run_dir = root / name if name else root
+        first: list[Callback] = [StepRecorder()]
+        if fitting:
+            record_collectives(trainer.run_dir)
+            first = watching(self._get(self.config_init, "monitor"), options.profile)
+        trainer.callbacks[:0] = first  # type: ignore[attr-defined]
         return trainer
 
     # ---- around the run -------------------------------------------------------------------------------------------
@@ -215,6 +231,12 @@ class TrainingCLI(LightningCLI):
         super()._run_subcommand(subcommand)
         if subcommand == "fit":
             finish(self.trainer, self.options)
+
+
+def loggers(root: Path, name: str, csv: bool) -> list[Logger]:
+    """Events for TensorBoard, and the same numbers as ``metrics.csv``."""
+    events = TensorBoardLogger(root, name="", version=name)
+    return [events, *([CSVLogger(root, name="", version=name, flush_logs_every_n_steps=1)] if csv else [])]
 
 
 def check_strategy(strategy: Any) -> None:

@@ -18,11 +18,11 @@ class StepLoop(_TrainingEpochLoop):
     each step. ``callbacks/signals.py`` agrees on signals in its own way.
     """
 
-    on_step_begin: Callable[[], None] | None = None  # called before a step's batch is asked for
+    watchers: tuple[Callable[[], None], ...] = ()  # called before a step's batch is asked for
 
     def advance(self, data_fetcher: Any) -> None:
-        if self.on_step_begin is not None:
-            self.on_step_begin()
+        for watcher in self.watchers:
+            watcher()
         super().advance(data_fetcher)
 
     def _broadcast_sigterm_tensor(self) -> None:

@@ -97,7 +97,7 @@ class StepRecorder(pl.Callback):
         self.started_at = time.perf_counter()
         self._start_clock()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
         self._keep(module.step_loss, trainer.log_every_n_steps)
         self.times.step_ended()

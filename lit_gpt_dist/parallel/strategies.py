@@ -25,6 +25,8 @@ from lit_gpt_dist.model.init import initialize
 from lit_gpt_dist.parallel import fsdp2
 from lit_gpt_dist.parallel.mesh import build_mesh, data_coordinate
 
+GRACE_SECONDS = 20  # the process group's own timeout comes after callbacks/hangs.py, which says more
+
 
 class DirectSteps(Strategy):
     """Calls the module's steps themselves instead of routing them through the wrapped model's forward.
@@ -93,7 +95,8 @@ class MeshStrategy(FolderCheckpoints, DirectSteps, DDPStrategy):
     axis = "replicate"
 
     def __init__(self, no_sync: bool = True, timeout_seconds: float = 600, **ddp_options: Any) -> None:
-        super().__init__(timeout=timedelta(seconds=timeout_seconds), **ddp_options)
+        super().__init__(timeout=timedelta(seconds=timeout_seconds + GRACE_SECONDS), **ddp_options)
+        self.timeout_seconds = timeout_seconds
         self.no_sync = no_sync
 
     def setup_environment(self) -> None:

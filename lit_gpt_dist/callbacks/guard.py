@@ -1,0 +1,220 @@
+"""Keeps a step whose gradients are not finite, or far too large, from reaching the weights, and decides what comes next.
+
+The gradient norm is over all ranks, so every rank sees the same number and comes to the same decision without talking. The
+bad update is prevented on the device (fused AdamW's ``found_inf``), without waiting; which step it was is looked at where a
+reading, a save or a validation is due. Until then ``stop`` and ``rollback`` keep the weights as they were before it.
+"""
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
+from lit_gpt_dist.callbacks.notices import complain, tell
+from lit_gpt_dist.callbacks.options import Policy
+from lit_gpt_dist.callbacks.recorder import find_recorder, log_metrics
+from lit_gpt_dist.callbacks.rollback import rollback
+from lit_gpt_dist.callbacks.signals import RunStopped
+from lit_gpt_dist.errors import EXIT_FAILURE, UserError
+
+SKIPS_IN_A_ROW = 50  # so many, and nothing is learned any more: stop
+MEMORY = 0.98  # of the running mean of gradient norms
+SETTLING = 20  # norms before a spike can be told
+
+
+class Diverged(RunStopped):
+    """Training stopped at a bad step, on all ranks alike. Nothing was saved: the last checkpoint is from before it."""
+
+    def __init__(self, step: int, text: str) -> None:
+        Exception.__init__(self, text)
+        self.exit_code = EXIT_FAILURE
+        self.step = step
+
+
+class BadStepGuard(pl.Callback):
+    """Stands in front of whatever saves.
+
+    Args:
+        policy: stop, skip, or rollback.
+        spike_factor: a norm over this many times the running mean is bad too.
+        skip_steps: how far past the step before the bad one the data go on after a rollback.
+        max_rollbacks: the next one stops the run.
+    """
+
+    def __init__(
+        self, policy: Policy = "stop", spike_factor: float | None = None, skip_steps: int = 1, max_rollbacks: int = 3
+    ) -> None:
+        self.policy = policy
+        self.spike_factor = spike_factor
+        self.skip_steps = skip_steps
+        self.max_rollbacks = max_rollbacks
+        self.skipped_steps: list[int] = []
+        self.rollbacks: list[tuple[int, int]] = []  # (bad step, step gone back to)
+        self._sticky = policy != "skip"
+        self._found = torch.zeros(())
+        self._poison = torch.zeros(())  # NaN once a norm was not finite
+        self._seen: list[tuple[int, Tensor, Tensor, Tensor | None]] = []  # step, loss, norm, spike flag
+        self._flag: Tensor | None = None
+        self._mean: Tensor | None = None
+        self._count = 0
+        self._in_a_row = 0
+        self._trainer: Any = None
+
+    # ---- on the device, at every step -----------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self._trainer = trainer
+        device = module.device
+        self._found, self._poison = torch.zeros((), device=device), torch.zeros((), device=device)
+        if getattr(trainer.precision_plugin, "scaler", None) is None:  # a gradient scaler skips by itself
+            module.norm_watcher = self._watch
+
+    def _watch(self, optimizer: Optimizer, norm: Tensor) -> None:
+        """Before the update: lets the optimizer leave the weights alone if the step is bad, or one was."""
+        if self._sticky:
+            self._poison.add_(norm, alpha=0)  # 0·NaN and 0·∞ are NaN
+        else:
+            torch.mul(norm, 0, out=self._poison)
+        torch.ne(self._poison, self._poison, out=self._found)
+        if self.spike_factor is not None:
+            self._watch_for_spikes(norm, self.spike_factor)
+        if can_skip_on_device(optimizer):
+            optimizer.found_inf = self._found  # type: ignore[attr-defined]
+        elif bool(self._found):  # waits for the device; on a CPU that costs nothing
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None  # an optimizer leaves such a parameter alone
+
+    def _watch_for_spikes(self, norm: Tensor, factor: float) -> None:
+        if self._mean is None:
+            self._mean = torch.where(torch.isfinite(norm), norm.detach(), 0)
+        spike = (norm > factor * self._mean) & (self._count >= SETTLING)
+        self._flag = spike
+        calm = torch.isfinite(norm) & ~spike
+        self._mean = torch.where(calm, self._mean.lerp(norm, 1 - MEMORY), self._mean)
+        self._count += 1
+        if self._sticky:
+            self._poison = torch.where(spike, torch.nan, self._poison)
+        self._found.logical_or_(spike)
+
+    # ---- looking at what happened ---------------------------------------------------------------------------------
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        norm = module.gradient_norm if module.gradient_norm is not None else module.step_loss
+        self._seen.append((trainer.global_step, module.step_loss, norm, self._flag))
+        self._flag = None
+        if self._due(trainer):
+            self._decide(trainer, module)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        """A save that nobody could foresee, on a signal: never of a state behind a bad step."""
+        if self._seen:
+            self._decide(trainer, module, saving=True)
+
+    def _due(self, trainer: pl.Trainer) -> bool:
+        recorder, step = find_recorder(trainer), trainer.global_step
+        if step >= trainer.max_steps or (recorder is not None and recorder.latest and recorder.latest.step == step):
+            return True
+        saves = next((c for c in trainer.callbacks if isinstance(c, CheckpointCallback)), None)  # type: ignore[attr-defined]
+        if saves is not None and saves.every_n_steps and step % saves.every_n_steps == 0:
+            return True
+        loop = trainer.fit_loop
+        return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))  # type: ignore[arg-type]
+
+    def _decide(self, trainer: pl.Trainer, module: Any, saving: bool = False) -> None:
+        """Reads the norms since the last look (waits for the device) and acts on the first bad one."""
+        seen, self._seen = self._seen, []
+        bad = [index for index, value in enumerate(read_flags(seen)) if value]
+        self._count_in_a_row(len(seen), bad)
+        if not bad:
+            return
+        step, loss, norm, _ = seen[bad[0]]
+        what = self._describe(trainer, step, loss, norm)
+        if self.policy == "skip" and self._in_a_row < SKIPS_IN_A_ROW:
+            self._note_skips(trainer, [seen[index][0] for index in bad], what)
+        elif self.policy == "rollback" and not saving and len(self.rollbacks) < self.max_rollbacks:
+            self._go_back(trainer, module, step, what)
+        else:
+            self._stop(trainer, step, what)
+
+    def _count_in_a_row(self, length: int, bad: list[int]) -> None:
+        if len(bad) == length:
+            self._in_a_row += length
+        else:
+            self._in_a_row = 0
+
+    def _describe(self, trainer: pl.Trainer, step: int, loss: Tensor, norm: Tensor) -> str:
+        """The same on every rank. Communicates: whose loss it was."""
+        strategy: Any = trainer.strategy
+        losses = strategy.all_gather(loss.detach().float()).reshape(-1).tolist()
+        culprits = [str(rank) for rank, value in enumerate(losses) if not math.isfinite(value)]
+        where = f" (loss not finite on rank {', '.join(culprits)})" if culprits else ""
+        return f"step {step}: gradient norm {float(norm):.4g}{where}"
+
+    def _note_skips(self, trainer: pl.Trainer, steps: list[int], what: str) -> None:
+        self.skipped_steps += steps
+        more = f", and {len(steps) - 1} more since" if len(steps) > 1 else ""
+        tell(trainer, f"{what}; its update was skipped{more} ({len(self.skipped_steps)} in this run)")
+        log_metrics(trainer, {"health/skipped_steps": len(self.skipped_steps)}, trainer.global_step)
+
+    def _go_back(self, trainer: pl.Trainer, module: Any, step: int, what: str) -> None:
+        try:
+            to = rollback(trainer, module, step, self.skip_steps)
+        except UserError as error:
+            self._stop(trainer, step, f"{what}; {error}")
+            return
+        self.rollbacks.append((step, to))
+        self._poison.zero_()
+        self._mean, self._count = None, 0
+        tell(trainer, f"{what}; back to the checkpoint of step {to}, the data go on after the bad ones")
+        log_metrics(trainer, {"health/rollbacks": len(self.rollbacks)}, trainer.global_step)
+
+    def _stop(self, trainer: pl.Trainer, step: int, what: str) -> None:
+        kept = save_batch(trainer, step)
+        again = f" after {len(self.rollbacks)} rollbacks" if self.rollbacks else ""
+        text = (
+            f"{what}; stopped{again}. The weights stayed those of step {step - 1}; the batch is in {kept}. Go on from the last "
+            "checkpoint with a lower --optim.lr, --monitor.on_bad_step skip, or rollback"
+        )
+        complain(trainer, text)
+        raise Diverged(step, text)
+
+    def teardown(self, trainer: pl.Trainer, module: Any, stage: str) -> None:
+        module.norm_watcher = None
+        for optimizer in trainer.optimizers:
+            if hasattr(optimizer, "found_inf"):
+                del optimizer.found_inf
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped_steps": self.skipped_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.skipped_steps = list(state_dict["skipped_steps"])
+
+
+def can_skip_on_device(optimizer: Optimizer) -> bool:
+    """Fused optimizers take a flag on the device that says whether to leave everything as it is."""
+    return bool(optimizer.defaults.get("fused"))
+
+
+def read_flags(seen: list[tuple[int, Tensor, Tensor, Tensor | None]]) -> list[bool]:
+    """Which of the steps were bad; one wait for the device."""
+    norms = torch.stack([norm.float() for _, _, norm, _ in seen])
+    bad = ~torch.isfinite(norms)
+    if any(flag is not None for *_, flag in seen):
+        bad |= torch.stack([norms.new_zeros(()).bool() if flag is None else flag for *_, flag in seen])
+    return bad.tolist()
+
+
+def save_batch(trainer: Any, step: int) -> str:
+    """The windows of a step, of all ranks together, for whoever wants to look at them. Rank 0 writes."""
+    path = trainer.run_dir / f"bad-step-{step:08d}.pt"
+    if trainer.is_global_zero:
+        starts, windows = trainer.datamodule.global_windows(step - 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"step": step, "starts": starts, "windows": windows}, path)
+    return str(path)

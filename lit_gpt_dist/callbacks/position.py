@@ -1,0 +1,125 @@
+"""Where a rank stands: step, phase, Python stack and how many collectives of each group it has started. Reads only."""
+
+import json
+import sys
+import threading
+import traceback
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+STACK_LINES = 6
+PHASES = ("setup", "data", "forward", "backward", "optimizer", "between", "validation", "saving", "end")
+
+
+@dataclass(frozen=True)
+class Position:
+    """What a rank says about itself when nothing moves."""
+
+    rank: int
+    step: int  # optimizer steps completed
+    phase: str
+    started: dict[str, int] = field(default_factory=dict)  # collectives by process group
+    collective: str = ""  # the last one started, as the flight recorder has it
+    stack: tuple[str, ...] = ()  # of the main thread, innermost last
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Position":
+        fields = json.loads(text)
+        return cls(**{**fields, "stack": tuple(fields["stack"])})
+
+    def __str__(self) -> str:
+        last = f"; last collective: {self.collective}" if self.collective else ""
+        at = "".join(f"\n    {line}" for line in self.stack)
+        return f"rank {self.rank} stands in {self.phase} of step {self.step + 1}{last}{at}"
+
+
+def take_position(rank: int, step: int, phase: str) -> Position:
+    """From any thread. Does not communicate."""
+    dump = flight_dump()
+    return Position(rank, step, phase, started_collectives(dump), last_collective(dump), main_thread_stack())
+
+
+def main_thread_stack() -> tuple[str, ...]:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    lines = traceback.extract_stack(frame)[-STACK_LINES:] if frame is not None else []
+    return tuple(f"{line.filename}:{line.lineno} in {line.name}" for line in lines)
+
+
+def flight_dump() -> dict[str, Any]:
+    """What PyTorch's flight recorder holds, of NCCL or gloo; empty where this build has none or it recorded nothing."""
+    import torch._C as bindings
+
+    c10d = getattr(bindings, "_distributed_c10d", None)
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        read = getattr(c10d, name, None)
+        if read is None:
+            continue
+        try:
+            dump = json.loads(read())
+        except (ValueError, RuntimeError, TypeError):
+            continue
+        if dump.get("entries"):
+            return dump
+    return {}
+
+
+def started_collectives(dump: dict[str, Any]) -> dict[str, int]:
+    """Number of collectives started by process group: from the recorder, else the default group's sequence number."""
+    counts: dict[str, int] = {}
+    for entry in dump.get("entries", []):
+        group = "/".join(str(part) for part in entry.get("process_group", ["?"]))
+        if not entry.get("is_p2p"):
+            counts[group] = max(counts.get(group, 0), int(entry.get("collective_seq_id", 0)))
+    if counts or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return counts
+    try:
+        default = torch.distributed.distributed_c10d._get_default_group()
+        return {"default": int(default._get_sequence_number_for_group())}
+    except RuntimeError:
+        return {}
+
+
+def last_collective(dump: dict[str, Any]) -> str:
+    """Name, number and sizes of the newest entry."""
+    entries = dump.get("entries", [])
+    if not entries:
+        return ""
+    entry = max(entries, key=lambda entry: entry.get("time_created_ns", entry.get("record_id", 0)))
+    sizes = " ".join("×".join(map(str, size)) for size in entry.get("input_sizes", []))
+    group = entry.get("process_group", ["", ""])[-1]
+    return f"{entry.get('profiling_name', '?')} {entry.get('collective_seq_id')} of {group} ({sizes}), {entry.get('state')}"
+
+
+def who_is_missing(positions: list[Position], ranks: int) -> str:
+    """In words: which rank the others wait for. Pure."""
+    silent = sorted(set(range(ranks)) - {position.rank for position in positions})
+    if silent:
+        return f"rank {', '.join(map(str, silent))} did not answer: its process is gone or cannot run"
+    behind = behind_in_collectives(positions)
+    if behind is not None:
+        return behind
+    first = min(positions, key=lambda position: (position.step, PHASES.index(position.phase)))
+    last = max(positions, key=lambda position: (position.step, PHASES.index(position.phase)))
+    if (first.step, first.phase) == (last.step, last.phase):
+        return f"all ranks stand in {first.phase} of step {first.step + 1} and have started as many collectives"
+    return f"rank {first.rank} is missing: it stands in {first.phase} of step {first.step + 1}, rank {last.rank} in {last.phase} of step {last.step + 1}"
+
+
+def behind_in_collectives(positions: list[Position]) -> str | None:
+    """The rank that has started fewest collectives of a group, where they differ."""
+    groups = set.intersection(*(set(position.started) for position in positions))
+    for group in sorted(groups):
+        counts = {position.rank: position.started[group] for position in positions}
+        fewest, most = min(counts.values()), max(counts.values())
+        if fewest < most:
+            missing = [str(rank) for rank, count in sorted(counts.items()) if count == fewest]
+            return (
+                f"rank {', '.join(missing)} is missing: it has started {fewest} collectives of group {group} where others "
+                f"have started {most}"
+            )
+    return None

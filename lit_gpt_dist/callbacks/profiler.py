@@ -1,0 +1,90 @@
+"""Traces chosen optimizer steps on every rank with ``torch.profiler``, for ``lit-gpt-dist trace``. Free outside those steps."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from lit_gpt_dist.callbacks.notices import tell
+from lit_gpt_dist.callbacks.options import parse_profile
+from lit_gpt_dist.callbacks.recorder import not_training
+
+FOLDER = "trace"
+WARMED_UP = 11  # first step traced where only a number of steps is asked for
+DATA = "lit_gpt_dist.data"  # name of the range in which a rank fetches its batch
+
+
+class StepProfiler(pl.Callback):
+    """Writes ``<run>/trace/rank-R.json.gz``.
+
+    Args:
+        steps: ``A-B``, steps counted from 1, or ``N`` for N steps once the run is warm.
+    """
+
+    def __init__(self, steps: str) -> None:
+        self.steps = steps
+        parse_profile(steps, 1)
+        self._profile: Any = None
+        self._data: Any = None
+        self._first = self._last = 0
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self._first, self._last = parse_profile(self.steps, trainer.global_step + WARMED_UP)
+        self._start_if_due(trainer, module)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self._end_data()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._profile is None:
+            self._start_if_due(trainer, module)
+            return
+        with not_training(trainer, "profiling"):
+            self._profile.step()  # after the last step it collects and writes
+        if trainer.global_step >= self._last or trainer.global_step >= trainer.max_steps:
+            self._finish(trainer)
+        else:
+            self._begin_data()
+
+    def teardown(self, trainer: pl.Trainer, module: Any, stage: str) -> None:
+        self._end_data()
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def _start_if_due(self, trainer: pl.Trainer, module: Any) -> None:
+        """One step early: the first step under a profiler is not like the others, and is thrown away."""
+        lead = 1 if self._first > trainer.global_step + 1 else 0
+        if trainer.global_step + 1 + lead != self._first or self._profile is not None:
+            return
+        on_gpu = module.device.type == "cuda"
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+            schedule=schedule(wait=0, warmup=lead, active=self._last - self._first + 1, repeat=1),
+            on_trace_ready=lambda finished: self._write(trainer, finished),
+        )
+        with not_training(trainer, "profiling"):
+            self._profile.start()
+        self._begin_data()
+
+    def _begin_data(self) -> None:
+        self._data = record_function(DATA)
+        self._data.__enter__()
+
+    def _end_data(self) -> None:
+        if self._data is not None:
+            self._data.__exit__(None, None, None)
+            self._data = None
+
+    def _finish(self, trainer: pl.Trainer) -> None:
+        with not_training(trainer, "profiling"):
+            self._profile.stop()
+        self._profile = None
+        folder = trainer.run_dir / FOLDER  # type: ignore[attr-defined]
+        tell(trainer, f"traced steps {self._first} to {self._last}: lit-gpt-dist trace {folder}")
+
+    def _write(self, trainer: Any, finished: Any) -> None:
+        folder = Path(trainer.run_dir) / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        finished.export_chrome_trace(str(folder / f"rank-{trainer.global_rank}.json.gz"))
