@@ -4,9 +4,10 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from lit_gpt_dist.arguments import ToolParser
 from lit_gpt_dist.errors import EXIT_OK, UserError
@@ -26,6 +27,9 @@ from lit_gpt_dist.report.tables import (
     speed_table,
     to_csv,
 )
+
+if TYPE_CHECKING:
+    from lit_gpt_dist.report.page import Page
 
 FORMATS = ("md", "csv", "html", "png", "svg")
 _MOST_TERMINAL_ROWS = 60  # a screen or two; the written pages have all rows
@@ -143,8 +147,6 @@ def _print_curves(console: Console, table: Table) -> None:
 
 def _plain(value: object) -> str:
     """Text of a results file must not be read as markup of the terminal."""
-    from rich.markup import escape
-
     return escape(str(value))
 
 
@@ -157,39 +159,43 @@ def _shortened(table: Table) -> Table:
 
 
 def _write(report: Report, options: Any, formats: list[str], facts: dict[str, Any]) -> list[Path]:
+    """All files asked for; returns them."""
     # matplotlib takes a second to import: only for those who want pictures
     from lit_gpt_dist.report.loss_pictures import draw_losses
-    from lit_gpt_dist.report.page import html_page, markdown_page, write_pictures, write_tensorboard
+    from lit_gpt_dist.report.page import Page, write_pictures, write_tensorboard
     from lit_gpt_dist.report.scaling_pictures import draw_scaling
 
     pictures = [*draw_scaling(report.cases), *draw_losses(report.comparisons)]
+    page = Page(options.title, report.tables, pictures, facts, report.remarks)
     written: list[Path] = []
     if options.out:
-        out = Path(options.out)
-        out.mkdir(parents=True, exist_ok=True)
-        image_formats = [form for form in formats if form in ("png", "svg")]
-        written += write_pictures(pictures, out / "pictures", image_formats)
-        texts = (
-            {"report.md": markdown_page(options.title, report.tables, pictures, facts, report.remarks, "pictures")}
-            if "md" in formats
-            else {}
-        )
-        if "md" in formats and "png" not in formats:
-            write_pictures(pictures, out / "pictures", ["png"])
-        if "html" in formats:
-            texts["report.html"] = html_page(options.title, report.tables, pictures, facts, report.remarks)
-        if "csv" in formats:
-            texts |= {"speed.csv": to_csv(report.speed), "curves.csv": to_csv(curve_lines(report.comparisons))}
-        for name, text in texts.items():
-            (out / name).write_text(text)
-            written.append(out / name)
+        written += _write_folder(report, page, Path(options.out), formats)
     if options.markdown:
-        page = Path(options.markdown)
-        page.parent.mkdir(parents=True, exist_ok=True)
-        write_pictures(pictures, page.parent / page.stem, ["png"])
-        page.write_text(markdown_page(options.title, report.tables, pictures, facts, report.remarks, page.stem))
-        written.append(page)
+        path = Path(options.markdown)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_pictures(pictures, path.parent / path.stem, ["png"])
+        path.write_text(page.markdown(picture_folder=path.stem))
+        written.append(path)
     if options.tensorboard:
         write_tensorboard(pictures, Path(options.tensorboard))
         written.append(Path(options.tensorboard))
     return written
+
+
+def _write_folder(report: Report, page: "Page", out: Path, formats: list[str]) -> list[Path]:
+    from lit_gpt_dist.report.page import write_pictures
+
+    out.mkdir(parents=True, exist_ok=True)
+    # the Markdown page shows PNG files
+    images = [form for form in ("png", "svg") if form in formats or (form == "png" and "md" in formats)]
+    written = write_pictures(page.pictures, out / "pictures", images)
+    texts: dict[str, str] = {}
+    if "md" in formats:
+        texts["report.md"] = page.markdown(picture_folder="pictures")
+    if "html" in formats:
+        texts["report.html"] = page.html()
+    if "csv" in formats:
+        texts |= {"speed.csv": to_csv(report.speed), "curves.csv": to_csv(curve_lines(report.comparisons))}
+    for name, text in texts.items():
+        (out / name).write_text(text)
+    return [*written, *(out / name for name in texts)]

@@ -4,6 +4,7 @@ import base64
 import html
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,44 +24,41 @@ pre{background:#f5f5f5;padding:.8rem;overflow-x:auto;font-size:12px}
 """.strip()
 
 
-def html_page(
-    title: str, tables: Sequence[Table], pictures: Sequence[Picture], facts: dict[str, Any], remarks: Sequence[str]
-) -> str:
-    parts = [f"<h1>{html.escape(title)}</h1>"]
-    parts += [f"<p class=note>{html.escape(remark)}</p>" for remark in remarks]
-    parts += [table.without_empty_columns().html() for table in tables]
-    for picture in pictures:
-        data = base64.b64encode(picture.svg()).decode()
-        parts.append(
-            f'<h2>{html.escape(picture.title)}</h2><img alt="{html.escape(picture.title)}" src="data:image/svg+xml;base64,{data}">'
-        )
-    if facts:
-        parts.append(f"<h2>Environment</h2><pre>{html.escape(_facts_text(facts))}</pre>")
-    head = (
-        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
-    )
-    body = "\n".join(parts)
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n'
-    )
+@dataclass(frozen=True)
+class Page:
+    """What a page shows, in this order: remarks, tables, pictures, the environment."""
+
+    title: str
+    tables: Sequence[Table]
+    pictures: Sequence[Picture]
+    facts: dict[str, Any]
+    remarks: Sequence[str]
+
+    def html(self) -> str:
+        """One file with everything in it."""
+        title = html.escape(self.title)
+        parts = [f"<h1>{title}</h1>", *(f"<p class=note>{html.escape(remark)}</p>" for remark in self.remarks)]
+        parts += [table.without_empty_columns().html() for table in self.tables]
+        parts += [_embedded(picture) for picture in self.pictures]
+        if self.facts:
+            parts.append(f"<h2>Environment</h2><pre>{html.escape(_facts_text(self.facts))}</pre>")
+        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+        body = "\n".join(parts)
+        return f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n'
+
+    def markdown(self, picture_folder: str) -> str:
+        """The same as Markdown; pictures are PNG files in ``picture_folder``, relative to the page."""
+        parts = [f"# {self.title}", "", *(f"{remark}\n" for remark in self.remarks)]
+        parts += [table.without_empty_columns().markdown() for table in self.tables]
+        parts += [f"## {p.title}\n\n![{p.title}]({picture_folder}/{p.name}.png)\n" for p in self.pictures]
+        if self.facts:
+            parts.append(f"## Environment\n\n```\n{_facts_text(self.facts)}\n```\n")
+        return "\n".join(parts)
 
 
-def markdown_page(
-    title: str,
-    tables: Sequence[Table],
-    pictures: Sequence[Picture],
-    facts: dict[str, Any],
-    remarks: Sequence[str],
-    picture_folder: str,
-) -> str:
-    """The page as Markdown; pictures are named as PNG files under ``picture_folder``, relative to the page."""
-    parts = [f"# {title}", "", *(f"{remark}\n" for remark in remarks)]
-    parts += [table.without_empty_columns().markdown() for table in tables]
-    for picture in pictures:
-        parts.append(f"## {picture.title}\n\n![{picture.title}]({picture_folder}/{picture.name}.png)\n")
-    if facts:
-        parts.append(f"## Environment\n\n```\n{_facts_text(facts)}\n```\n")
-    return "\n".join(parts)
+def _embedded(picture: Picture) -> str:
+    title, data = html.escape(picture.title), base64.b64encode(picture.svg()).decode()
+    return f'<h2>{title}</h2><img alt="{title}" src="data:image/svg+xml;base64,{data}">'
 
 
 def _facts_text(facts: dict[str, Any]) -> str:
