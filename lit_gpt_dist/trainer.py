@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import Strategy
 
 from lit_gpt_dist.parallel import SingleDevice
 
@@ -32,13 +33,13 @@ class StepLoop(_TrainingEpochLoop):
 class Trainer(pl.Trainer):
     """``lightning.Trainer`` with this project's strategies. All its options are Lightning's."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        strategy = kwargs.get("strategy", "auto")
+    def __init__(self, *args: Any, strategy: Strategy | str = "auto", **kwargs: Any) -> None:
+        # The class comes first: given text, the command line takes a class path for what it is, and the rest for a name
         if strategy == "auto" and wants_one_device(
             kwargs.get("accelerator", "auto"), kwargs.get("devices", "auto"), kwargs.get("num_nodes", 1)
         ):
-            kwargs["strategy"] = SingleDevice()
-        super().__init__(*args, **kwargs)
+            strategy = SingleDevice()
+        super().__init__(*args, strategy=strategy, **kwargs)
         self.fit_loop.epoch_loop = StepLoop(self, self.min_steps, self.max_steps)
         self.run_dir = Path(self.default_root_dir)  # one folder a run: configuration, events, checkpoints, weights
 
