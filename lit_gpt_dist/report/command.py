@@ -11,22 +11,15 @@ from rich.markup import escape
 
 from lit_gpt_dist.arguments import ToolParser
 from lit_gpt_dist.errors import EXIT_OK, UserError
+from lit_gpt_dist.report.ablations import ablations
 from lit_gpt_dist.report.compare import compare_all
 from lit_gpt_dist.report.curves import Comparison, join_curves
 from lit_gpt_dist.report.facts import environment_of
 from lit_gpt_dist.report.plan import predictions
 from lit_gpt_dist.report.results import Damage, Run, read_results, suspicious, without_superseded
-from lit_gpt_dist.report.statistics import Bases, Case, ablations, group_cases
-from lit_gpt_dist.report.tables import (
-    NONE,
-    Table,
-    ablation_table,
-    curve_lines,
-    curve_table,
-    failure_table,
-    speed_table,
-    to_csv,
-)
+from lit_gpt_dist.report.statistics import Bases, Case, group_cases
+from lit_gpt_dist.report.table import NONE, Table, to_csv
+from lit_gpt_dist.report.tables import ablation_table, curve_lines, curve_table, failure_table, speed_table
 
 if TYPE_CHECKING:
     from lit_gpt_dist.report.page import Page

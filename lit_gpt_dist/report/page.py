@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_gpt_dist.report.picture import Picture
-from lit_gpt_dist.report.tables import Table
+from lit_gpt_dist.report.table import Table
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:76rem;padding:0 1rem;color:#1a1a1a;background:#fff}

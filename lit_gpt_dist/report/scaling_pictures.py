@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from lit_gpt_dist.report.picture import COLOURS, STYLE, Picture, line_style
 from lit_gpt_dist.report.statistics import Bases, Case
-from lit_gpt_dist.report.tables import rate
+from lit_gpt_dist.report.table import rate
 
 MOST_PANELS = 6
 _IDEAL = dict(color="#707070", linewidth=1, linestyle=(0, (2, 2)), label="ideal", zorder=1)

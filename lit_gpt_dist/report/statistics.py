@@ -1,4 +1,4 @@
-"""Groups runs into cases and compares cases: medians, spread, scaling efficiency, speed-up, ablations. Pure arithmetic."""
+"""Groups runs into cases and compares cases: medians, spread, scaling efficiency, speed-up. Pure arithmetic."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -61,18 +61,18 @@ def describe_options(run: Run) -> str:
     return ", ".join(parts)
 
 
-def _model(run: Run) -> tuple:
+def model(run: Run) -> tuple:
     return run.size, run.params, run.context
 
 
-def _arithmetic(run: Run) -> tuple:
+def arithmetic(run: Run) -> tuple:
     """What a one-card run must share for its speed to be the base of an efficiency."""
-    return *_model(run), run.precision, run.recompute, run.compile, run.device
+    return *model(run), run.precision, run.recompute, run.compile, run.device
 
 
 def case_key(run: Run) -> tuple:
     return (
-        *_arithmetic(run),
+        *arithmetic(run),
         run.mode,
         run.world,
         run.micro,
@@ -143,16 +143,16 @@ class Bases:
         singles = [c for c in cases if c.first.world == 1 and c.tok_s and not c.first.variant]
         for case in sorted(singles, key=lambda c: (c.first.mode != "single", -(c.tok_s or 0))):
             run = case.first
-            self._weak.setdefault((*_arithmetic(run), run.micro, run.accum), case)
+            self._weak.setdefault((*arithmetic(run), run.micro, run.accum), case)
             # strong scaling asks how fast one card does this batch: its fastest split into micro-batches is the base
-            self._strong.setdefault((*_arithmetic(run), run.global_batch), case)
+            self._strong.setdefault((*arithmetic(run), run.global_batch), case)
 
     def weak(self, case: Case) -> Case | None:
         run = case.first
-        return self._weak.get((*_arithmetic(run), run.micro, run.accum))
+        return self._weak.get((*arithmetic(run), run.micro, run.accum))
 
     def strong(self, case: Case) -> Case | None:
-        return self._strong.get((*_arithmetic(case.first), case.first.global_batch))
+        return self._strong.get((*arithmetic(case.first), case.first.global_batch))
 
     def scaling(self, case: Case) -> Scaling:
         weak, strong = self.weak(case), self.strong(case)
@@ -180,77 +180,3 @@ def _beyond(case: Case, base: Case | None) -> float | None:
         return None
     step, alone = (c.median(lambda run: run.step_ms) for c in (case, base))
     return max(0.0, (step - alone) / step) if step and alone else None
-
-
-@dataclass(frozen=True)
-class Ablation:
-    """A switched option against the same case without the switch."""
-
-    case: Case
-    base: Case
-    change: float | None  # tok/s with the switch over tok/s without, minus 1
-    extra_ms: float | None  # what the switch adds to a step
-    expected_factor: float | None  # bytes per step with the switch over without; only for no_sync
-    measured_factor: float | None  # the same of the time beyond the one-card step
-
-
-def ablations(cases: Sequence[Case], bases: Bases) -> list[Ablation]:
-    # the default bucket size last, so that it is the one that stays where several were run
-    usual_last = sorted(cases, key=lambda case: case.first.bucket_cap_mb in (None, 25))
-    plain = {_without_switch(case.first): case for case in usual_last if not case.first.variant}
-    found = []
-    for case in cases:
-        base = plain.get(_without_switch(case.first)) or _switched_field(case, plain)
-        if case.first.variant and base:
-            found.append(_ablation(case, base, bases.weak(base)))
-    return found
-
-
-def _without_switch(run: Run) -> tuple:
-    return (*_arithmetic(run), run.mode, run.world, run.micro, run.accum)
-
-
-def _switched_field(case: Case, plain: dict[tuple, Case]) -> Case | None:
-    """The base of a variant whose switch is itself a field (precision, recompute, compile): what is left must be equal."""
-    run = case.first
-    rest = (*_model(run), run.device, run.mode, run.world, run.micro, run.accum)
-    for base in plain.values():
-        other = base.first
-        if rest == (*_model(other), other.device, other.mode, other.world, other.micro, other.accum):
-            same = (
-                (run.precision == other.precision) + (run.recompute == other.recompute) + (run.compile == other.compile)
-            )
-            if same >= 2:  # one switch at a time
-                return base
-    return None
-
-
-def _ablation(case: Case, base: Case, one_card: Case | None) -> Ablation:
-    speed = ratio(case, base)
-    with_ms, without_ms = (c.median(lambda run: run.step_ms) for c in (case, base))
-    one_ms = one_card.median(lambda run: run.step_ms) if one_card else None
-    extra = with_ms - without_ms if with_ms is not None and without_ms is not None else None
-    expected = measured = None
-    if case.first.variant == NO_SYNC_OFF:
-        expected = no_sync_factor(case.first.mode, case.first.accum, case.first.precision)
-        if one_ms is not None and with_ms is not None and without_ms is not None and without_ms > one_ms:
-            measured = (with_ms - one_ms) / (without_ms - one_ms)
-    return Ablation(case, base, speed - 1 if speed is not None else None, extra, expected, measured)
-
-
-NO_SYNC_OFF = "no_sync off"
-
-
-def no_sync_factor(mode: str, accumulate: int, precision: str) -> float | None:
-    """Bytes per step when every micro-batch reduces, over the bytes when only the last one does.
-
-    DDP: accumulate (facts: "DDP without no_sync: A times that"). FSDP2 gathers weights of p bytes twice in every
-    micro-batch either way and only the reduction of g bytes is saved: A·(2p + g) / (A·2p + g).
-    """
-    if mode == "ddp":
-        return float(accumulate)
-    if mode == "fsdp2":
-        weight_bytes, gradient_bytes = (2, 4) if precision.startswith(("bf16", "16")) else (4, 4)
-        every = accumulate * (2 * weight_bytes + gradient_bytes)
-        return every / (accumulate * 2 * weight_bytes + gradient_bytes)
-    return None

@@ -2,8 +2,9 @@
 
 import pytest
 
+from lit_gpt_dist.report.ablations import ablations, no_sync_factor
 from lit_gpt_dist.report.results import Run, without_superseded
-from lit_gpt_dist.report.statistics import Bases, ablations, group_cases, no_sync_factor
+from lit_gpt_dist.report.statistics import Bases, group_cases
 
 
 def run(mode="single", world=1, micro=16, accum=1, tok_s=100.0, **fields):
