@@ -16,6 +16,10 @@ tool=("$python" -m lit_gpt_dist)
 left() { echo $((seconds - (SECONDS - began) - 20)); } # the report takes some seconds at the end
 
 cards=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+if [ "$cards" -eq 0 ]; then
+    echo "error: this machine has no usable GPU; configs/bench/cpu.yaml is the table for CPU processes" >&2
+    exit 2
+fi
 counts=()
 for count in 8 4 2; do
     if [ "$count" -le "$cards" ]; then counts+=("$count"); fi

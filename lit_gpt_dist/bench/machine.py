@@ -63,7 +63,8 @@ def describe_environment(argv: list[str]) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **_versions("torch", "lightning")},
         "git revision": _output(
             "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"
-        ),
+        )
+        or os.environ.get("LIT_GPT_DIST_REVISION"),  # of a copy without its repository
         "gpus": _output(
             "nvidia-smi",
             "--query-gpu=index,name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem",
