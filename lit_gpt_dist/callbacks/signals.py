@@ -38,7 +38,8 @@ class RunStopped(Exception):
 
 
 class SignalCallback(Callback):
-    """Watches for signals from the set-up on; looks at what they ask for after every optimizer step."""
+    """Watches for signals from the set-up on; looks at what they ask for after every optimizer step
+    and every batch of validation."""
 
     def __init__(self) -> None:
         self.watch: SignalWatch | None = None
@@ -58,6 +59,22 @@ class SignalCallback(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._look(trainer)
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """A validation can outlast the time that a scheduler gives; it is left out then, and the step saved as it is."""
+        if not trainer.sanity_checking and self.agreement is not None:
+            self._look(trainer)
+
+    def _look(self, trainer: pl.Trainer) -> None:
         assert self.agreement is not None
         wanted = self.watch.wanted if self.watch is not None else CONTINUE
         saver = trainer.strategy.saver if hasattr(trainer.strategy, "saver") else None
@@ -72,8 +89,9 @@ class SignalCallback(Callback):
         raise RunStopped(EXIT_CODES[decided], trainer.global_step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.agreement is not None:
-            self.agreement.finish()
+        agreement, self.agreement = self.agreement, None
+        if agreement is not None:
+            agreement.finish()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._stop_watching()
@@ -88,9 +106,8 @@ class SignalCallback(Callback):
 
 
 def _save(trainer: pl.Trainer) -> None:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, CheckpointCallback):
-            callback.save(trainer, background=False)
+    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointCallback)]  # type: ignore[attr-defined]
+    (callbacks or [CheckpointCallback()])[0].save(trainer, background=False)
 
 
 def _end_at_once(trainer: pl.Trainer, code: int) -> None:

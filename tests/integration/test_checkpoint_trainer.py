@@ -2,6 +2,7 @@
 
 import enum
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +11,14 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
+from lit_gpt_dist.callbacks.signals import RunStopped, SignalCallback
 from lit_gpt_dist.checkpoint import find
 from lit_gpt_dist.checkpoint import format as layout
 from lit_gpt_dist.checkpoint.codec import NotStorableError
 from lit_gpt_dist.checkpoint.saver import SaveError
 from lit_gpt_dist.checkpoint.strategy import SaveOptions
 from lit_gpt_dist.data.datamodule import GPTDataModule
-from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.errors import EXIT_REQUEUE, UserError
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import OptimConfig
 from lit_gpt_dist.trainer import Trainer
@@ -304,6 +306,28 @@ def test_a_save_in_the_background_is_not_touched_by_later_steps(tmp_path, text, 
     fit(tmp_path, text, 7, saver(async_save=True, save_at_end=False), release)
     stored = dict(open_weights(tmp_path)[2])
     assert all(torch.equal(stored[name], release.weights[name]) for name in stored)
+
+
+class AskDuring(Callback):
+    """A signal that comes in the middle of a validation."""
+
+    def __init__(self, signals, step):
+        self.signals, self.step = signals, step
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        if trainer.global_step == self.step:
+            self.signals.watch.receive(signal.SIGTERM)
+
+
+def test_a_signal_during_validation_saves_the_step_and_the_run_goes_on_from_it(whole, tmp_path, text):
+    _, _, straight = whole
+    signals = SignalCallback()
+    with pytest.raises(RunStopped) as stopped:
+        fit(tmp_path, text, 12, AskDuring(signals, 8), signals, saver())
+    assert stopped.value.exit_code == EXIT_REQUEUE
+    assert [found.manifest.step for found in find.list_checkpoints(tmp_path)] == [4, 8]
+    _, _, resumed = fit(tmp_path, text, 12, SignalCallback(), saver(), ckpt_path=find.resolve("last", tmp_path))
+    assert resumed.by_step == {step: straight.by_step[step] for step in range(9, 13)}
 
 
 def test_a_fresh_run_beside_an_old_one_leaves_it_alone(tmp_path, text, capsys):
