@@ -22,7 +22,7 @@ ROUNDS, WARM_UP_CALLS = 5, 2
 TIMEOUT = timedelta(seconds=120)
 ELEMENT_BYTES = 4
 ROUND_BYTES = {"nccl": 2e9, "gloo": 2e7}  # what one round moves, roughly: enough to time, little enough to wait for
-MOST_CALLS = 50
+MOST_CALLS = 20
 IDENTITY_ELEMENTS = 1 << 16
 # torch 2.13 renamed these two; 2.11 has the old names only
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,96 +63,117 @@ class Identity:
 @dataclass(frozen=True)
 class Sweep:
     timings: tuple[Timing, ...]
-    identities: tuple[Identity, ...]
+    identity: Identity
 
 
-def collective_call(name: str, size_bytes: int, ranks: int, device: torch.device) -> tuple[Callable[[], object], int]:
+@dataclass(frozen=True)
+class Ring:
+    """A group of all ranks under one backend, and where its tensors live."""
+
+    backend: str
+    group: dist.ProcessGroup
+    device: torch.device
+
+
+def collective_call(name: str, size_bytes: int, ring: Ring) -> tuple[Callable[[], object], int]:
     """The call on zeros, and the bytes of its larger buffer: a multiple of the ranks."""
+    ranks, device, group = dist.get_world_size(), ring.device, ring.group
     elements = max(1, size_bytes // ELEMENT_BYTES // ranks) * ranks
     whole, part = torch.zeros(elements, device=device), torch.zeros(elements // ranks, device=device)
     other = torch.zeros(elements if name == "all_to_all" else 0, device=device)
     calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: all_gather(whole, part),
-        "reduce_scatter": lambda: reduce_scatter(part, whole),
-        "broadcast": lambda: dist.broadcast(whole, 0),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: all_gather(whole, part, group=group),
+        "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
     }
     return calls[name], elements * ELEMENT_BYTES
 
 
-def slowest(value: float, device: torch.device) -> float:
-    held = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+def slowest(value: float, ring: Ring) -> float:
+    held = torch.tensor([value], dtype=torch.float64, device=ring.device)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX, group=ring.group)
     return float(held.item())
 
 
-def time_call(call: Callable[[], object], calls: int, device: torch.device) -> float:
+def time_call(call: Callable[[], object], calls: int, ring: Ring) -> float:
     """Seconds of one call: median of rounds on this rank, then the slowest rank."""
     for _ in range(WARM_UP_CALLS):
         call()
     rounds = []
     for _ in range(ROUNDS):
-        synchronize(device)
-        dist.barrier()
-        synchronize(device)
+        synchronize(ring.device)
+        dist.barrier(group=ring.group)
+        synchronize(ring.device)
         start = time.perf_counter()
         for _ in range(calls):
             call()
-        synchronize(device)
+        synchronize(ring.device)
         rounds.append((time.perf_counter() - start) / calls)
-    return slowest(statistics.median(rounds), device)
+    return slowest(statistics.median(rounds), ring)
 
 
-def time_collective(backend: str, name: str, size_bytes: int, device: torch.device) -> Timing:
-    ranks = dist.get_world_size()
-    call, larger = collective_call(name, size_bytes, ranks, device)
+def time_collective(ring: Ring, name: str, size_bytes: int) -> Timing:
+    backend, ranks = ring.backend, dist.get_world_size()
+    call, larger = collective_call(name, size_bytes, ring)
     calls = max(2, min(MOST_CALLS, int(ROUND_BYTES[backend] / larger)))
     try:
-        return Timing(backend, name, ranks, larger, time_call(call, calls, device))
+        return Timing(backend, name, ranks, larger, time_call(call, calls, ring))
     except (RuntimeError, NotImplementedError, ValueError) as error:
         if isinstance(error, dist.DistBackendError | torch.OutOfMemoryError):
             raise  # a failing link or a full device is no missing feature, and other ranks would wait for ever
         return Timing(backend, name, ranks, larger, None, f"not supported by {backend}: {str(error).splitlines()[0]}")
 
 
-def check_identity(backend: str, device: torch.device) -> Identity:
+def check_identity(ring: Ring) -> Identity:
     """In values: all-reduce = all-gather of reduce-scatter. Sums in another order may differ by rounding."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    x = torch.randn(IDENTITY_ELEMENTS * ranks, generator=torch.Generator().manual_seed(rank)).to(device)
+    x = torch.randn(IDENTITY_ELEMENTS * ranks, generator=torch.Generator().manual_seed(rank)).to(ring.device)
     summed = x.clone()
-    dist.all_reduce(summed)
-    part, gathered = torch.empty(IDENTITY_ELEMENTS, device=device), torch.empty_like(x)
+    dist.all_reduce(summed, group=ring.group)
+    part, gathered = torch.empty(IDENTITY_ELEMENTS, device=ring.device), torch.empty_like(x)
     try:
-        reduce_scatter(part, x)
-        all_gather(gathered, part)
+        reduce_scatter(part, x, group=ring.group)
+        all_gather(gathered, part, group=ring.group)
     except (RuntimeError, NotImplementedError, ValueError):
-        return Identity(backend, ranks, None)
-    difference = relative_difference(summed, gathered)
-    return Identity(backend, ranks, slowest(difference, device))
+        return Identity(ring.backend, ranks, None)
+    return Identity(ring.backend, ranks, slowest(relative_difference(summed, gathered), ring))
 
 
 def relative_difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / one.abs().max())
 
 
-def sweep(backend: str, sizes: list[int], device: torch.device) -> Sweep:
-    timings = tuple(time_collective(backend, name, size, device) for name in COLLECTIVES for size in sizes)
-    return Sweep(timings, (check_identity(backend, device),))
+def sweep(ring: Ring, sizes: list[int]) -> Sweep:
+    timings = tuple(time_collective(ring, name, size) for name in COLLECTIVES for size in sizes)
+    return Sweep(timings, check_identity(ring))
 
 
-def measure_in_ranks(backend: str, sizes: list[int]) -> Sweep:
-    """Body of one rank: RANK, LOCAL_RANK, WORLD_SIZE and the meeting point are in the environment."""
-    if backend == "nccl":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(1)  # ranks share the cores; gloo moves bytes, it does not compute much
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+def backend_device(backend: str) -> torch.device:
+    """This rank's GPU for NCCL; the CPU for gloo."""
+    if backend != "nccl":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def measure_in_ranks(sizes: dict[str, list[int]]) -> list[Sweep]:
+    """Body of one rank, a sweep per backend. RANK, LOCAL_RANK, WORLD_SIZE and the meeting point are in the environment.
+
+    The first backend makes the default group; a second one is a group beside it, since a second default group would meet
+    the first one's traces in torchrun's store.
+    """
+    torch.set_num_threads(1)  # ranks share the cores; gloo moves bytes, it does not compute much
+    first, *others = sorted(sizes, reverse=True)  # nccl before gloo
+    device = backend_device(first)
+    dist.init_process_group(first, timeout=TIMEOUT, device_id=device if first == "nccl" else None)
     try:
-        found = sweep(backend, sizes, device)
+        assert dist.group.WORLD is not None
+        rings = [Ring(first, dist.group.WORLD, device)]
+        rings += [Ring(name, dist.new_group(backend=name, timeout=TIMEOUT), backend_device(name)) for name in others]
+        found = [sweep(ring, sizes[ring.backend]) for ring in rings]
         dist.barrier()
         return found
     finally:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -13,6 +14,9 @@ from lit_gpt_dist.doctor.check import Check, Light
 from lit_gpt_dist.doctor.environment import environment_checks
 from lit_gpt_dist.doctor.render import checks_table, print_measured
 from lit_gpt_dist.errors import EXIT_FAILURE, EXIT_OK, UserError
+
+if TYPE_CHECKING:  # torch only where something is measured
+    from lit_gpt_dist.doctor.measure import Measured
 
 WIDE = 150
 
@@ -111,10 +115,18 @@ def measure(console: Console, options: argparse.Namespace) -> int:
         print_measured(console, found)
         console.print(f"stored for `plan` in {stored}", highlight=False, markup=False, soft_wrap=True)
     if found.timings:
-        from lit_gpt_dist.doctor.picture import draw
-
-        picture = options.plot or cache_folder() / "bandwidth.png"
-        draw(found.timings, picture)
+        line = picture_line(found, options.plot or cache_folder() / "bandwidth.png")
         if not options.json:
-            console.print(f"picture in {picture}", highlight=False, markup=False, soft_wrap=True)
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     return EXIT_OK
+
+
+def picture_line(found: "Measured", path: Path) -> str:
+    """Draws the sweep and says where; a machine without matplotlib keeps its figures all the same."""
+    from lit_gpt_dist.doctor.picture import draw
+
+    try:
+        draw(found.timings, path)
+    except ImportError as error:
+        return f"no picture: {error}"
+    return f"picture in {path}"

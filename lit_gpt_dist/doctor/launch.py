@@ -16,10 +16,15 @@ def is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def run_sweep(backend: str, sizes: list[int], ranks: int) -> Sweep:
-    """The sweep on ``ranks`` new processes of this host, or on those that torchrun has started already."""
+def run_sweeps(sizes: dict[str, list[int]], ranks: int) -> list[Sweep]:
+    """A sweep per backend on ``ranks`` new processes of this host, or on those that torchrun has started already.
+
+    Args:
+        sizes: backend → bytes of the larger buffer.
+        ranks: processes to start; under torchrun its own number holds.
+    """
     if under_torchrun():
-        return measure_in_ranks(backend, sizes)
+        return measure_in_ranks(sizes)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config = LaunchConfig(
         min_nodes=1,
@@ -33,4 +38,4 @@ def run_sweep(backend: str, sizes: list[int], ranks: int) -> Sweep:
         monitor_interval=0.1,
         start_method="spawn",
     )
-    return elastic_launch(config, measure_in_ranks)(backend, sizes)[0]
+    return elastic_launch(config, measure_in_ranks)(sizes)[0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lit_gpt_dist.doctor.collectives import Sweep, Timing
-from lit_gpt_dist.doctor.launch import is_first_rank, run_sweep, under_torchrun
+from lit_gpt_dist.doctor.launch import is_first_rank, run_sweeps, under_torchrun
 from lit_gpt_dist.doctor.rates import host_to_device_bandwidth, measure_rates, square_product_rate
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.planner import calibration as calibrations
@@ -71,7 +71,7 @@ def measure(
     square = square_product_rate(SQUARE[device.type], device) if alone else None
     if device.type == "cuda":
         torch.cuda.empty_cache()  # ranks of the sweep share the first device with this process
-    sweeps = tuple(run_sweep(backend, sizes or SIZES[backend], ranks) for backend in backends) if ranks > 1 else ()
+    sweeps = run_sweeps({name: sizes or SIZES[name] for name in backends}, ranks) if ranks > 1 else []
     curves = dict(previous.all_reduce) if previous else {}
     backend = previous.backend if previous else ""
     for sweep in sweeps:
@@ -88,7 +88,7 @@ def measure(
         {"torch": torch.__version__, "cuda": torch.version.cuda or "none"},
         "bf16" if device.type == "cuda" else "fp32",
     )
-    return Measured(calibration, square, sweeps)
+    return Measured(calibration, square, tuple(sweeps))
 
 
 def native_backend(device: torch.device) -> str:
@@ -125,6 +125,6 @@ def as_json(measured: Measured) -> dict[str, Any]:
         "square_flops": measured.square_flops,
         "collectives": [described(timing) for timing in measured.timings],
         "all_reduce_is_reduce_scatter_and_all_gather": [
-            dataclasses.asdict(identity) for sweep in measured.sweeps for identity in sweep.identities
+            dataclasses.asdict(sweep.identity) for sweep in measured.sweeps
         ],
     }

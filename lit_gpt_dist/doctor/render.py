@@ -70,12 +70,12 @@ def identity_lines(measured: Measured) -> list[str]:
     """All-reduce = reduce-scatter + all-gather: in values once, in time at each size."""
     lines = []
     for sweep in measured.sweeps:
-        for identity in sweep.identities:
-            what = f"{identity.backend}, {identity.ranks} ranks: all-reduce = reduce-scatter + all-gather"
-            if identity.relative_difference is None:
-                lines.append(f"{what}: not shown, reduce-scatter is not supported by {identity.backend}")
-            else:
-                lines.append(f"{what} in values, to {identity.relative_difference:.1e} of the largest")
+        identity = sweep.identity
+        what = f"{identity.backend}, {identity.ranks} ranks: all-reduce = reduce-scatter + all-gather"
+        if identity.relative_difference is None:
+            lines.append(f"{what}: not shown, reduce-scatter is not supported by {identity.backend}")
+        else:
+            lines.append(f"{what} in values, to {identity.relative_difference:.1e} of the largest")
         lines += [f"  in time: {line}" for line in time_identity(sweep.timings)]
     return lines
 
