@@ -25,12 +25,12 @@ from lit_gpt_dist.parallel.clip import clip_by_global_norm
 from lit_gpt_dist.parallel.compile import Compile, compile_model, eagerly, resolve_compile
 from lit_gpt_dist.parallel.graph import (
     DDP_WARMUP_STEPS,
-    SINGLE_WARMUP_STEPS,
+    WARMUP_STEPS,
     StepGraph,
+    decide_graph,
     make_capturable,
     on_side_stream,
     recording,
-    why_not,
 )
 from lit_gpt_dist.parallel.recompute import Recompute, set_recompute
 
@@ -55,7 +55,7 @@ class GPTModule(pl.LightningModule):
         dropout: share of activations dropped in training.
         recompute: full recomputes each block's activations in backward instead of keeping them.
         compile: torch.compile for the whole model, for each block, or not at all; auto: on GPUs.
-        cuda_graph: record a whole optimizer step and replay it; by default on GPUs, under single and ddp, where it can be.
+        cuda_graph: record a whole optimizer step and replay it; by default on GPUs, where it can be.
         optim: AdamW and its schedule.
         seed: of the initial weights and of dropout.
         init_from: start from these weights (a checkpoint or an export) instead of random ones.
@@ -121,9 +121,12 @@ class GPTModule(pl.LightningModule):
         with strategy.build_context():
             self.model = GPT(self.config)
         set_recompute(self.model, self.recompute)
-        self.compiled = resolve_compile(self.compile_option, strategy.root_device, strategy.name)
+        self.compiled = resolve_compile(
+            self.compile_option, strategy.root_device, strategy.name, self.config.parameters()
+        )
         compile_model(self.model, self.compiled)  # type: ignore[arg-type]
         strategy.place(self.model, self.seed)
+        self.graph_wanted = decide_graph(self.graph_option, self.trainer, self)
 
     def _config_for_corpus(self) -> GPTConfig:
         """The preset with a vocabulary: its own if it has one, and that must hold the corpus's; else the corpus's."""
@@ -199,13 +202,7 @@ class GPTModule(pl.LightningModule):
     # ---- the same step as a CUDA graph ----------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        reason = why_not(self.trainer, self)
-        if self.graph_option and reason:
-            raise UserError(f"model.cuda_graph true, but {reason}; leave the option out")
-        strategy: Any = self.trainer.strategy
-        wanted = strategy.name in ("single", "ddp") if self.graph_option is None else self.graph_option
-        self.graph_wanted = wanted and reason is None
-        warmup = SINGLE_WARMUP_STEPS if strategy.name == "single" else DDP_WARMUP_STEPS
+        warmup = DDP_WARMUP_STEPS if self.trainer.strategy.name == "ddp" else WARMUP_STEPS  # type: ignore[attr-defined]
         self._graph_from = self.trainer.global_step + warmup
         if self.graph_wanted:
             make_capturable(self.trainer.optimizers[0], self.device)

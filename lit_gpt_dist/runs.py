@@ -75,10 +75,10 @@ def run_rank(body: Callable[[], int], children: Callable[[], list]) -> int:
     end_with_parent()
     try:
         code = body()
-        leave_process_group()
+        leave_together(children())
         return code
     except RunStopped as stopped:  # on every rank, after the same step, with everything saved
-        leave_process_group()
+        leave_together(children())
         return stopped.exit_code
     except UserError:
         if global_rank() == 0:
@@ -128,6 +128,13 @@ def stop(children: list) -> None:
     for child in children:
         if child.poll() is None:
             child.kill()
+
+
+def leave_together(children: list) -> None:
+    """The end of a run that went well. Rank 0 waits for the processes it started: whoever kills one of them while it
+    ends makes Lightning's observer believe that it failed, and that kills everybody."""
+    leave_process_group()
+    wait_for(children, patience_seconds=30)
 
 
 def leave_process_group() -> None:

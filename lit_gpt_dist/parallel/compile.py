@@ -14,17 +14,24 @@ from lit_gpt_dist.model.gpt import GPT
 Compile = Literal["auto", "none", "blocks", "model"]
 
 
-def resolve_compile(mode: Compile, device: torch.device, strategy: str) -> Literal["none", "blocks", "model"]:
+SMALL_PARAMETERS = 100e6  # below it a model's gradients are sent in less time than splitting its backward costs
+
+
+def resolve_compile(
+    mode: Compile, device: torch.device, strategy: str, parameters: int
+) -> Literal["none", "blocks", "model"]:
     """What ``auto`` means.
 
-    Nothing on a CPU, where starting costs more than a small model's run. On a GPU the whole model for one device; blocks
-    under ddp and fsdp2, so that a block's gradients are sent, or its weights gathered, while another computes.
+    Nothing on a CPU, where starting costs more than a small model's run. On a GPU the whole model on one device, and
+    under ddp where it is small; blocks under fsdp2 and for large models under ddp, so that a block's weights are gathered,
+    or its gradients sent, while another computes.
     """
     if mode != "auto":
         return mode
     if device.type != "cuda":
         return "none"
-    return "model" if strategy == "single" else "blocks"
+    whole = strategy == "single" or (strategy == "ddp" and parameters < SMALL_PARAMETERS)
+    return "model" if whole else "blocks"
 
 
 def compile_model(model: GPT, mode: Literal["none", "blocks", "model"]) -> None:

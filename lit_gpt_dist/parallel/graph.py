@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-SINGLE_WARMUP_STEPS = 4  # eager steps first: they make the optimizer's state, compile, and let libraries set up
+from lit_gpt_dist.errors import UserError
+
+WARMUP_STEPS = 4  # eager steps first: they make the optimizer's state, compile, and let libraries set up
 DDP_WARMUP_STEPS = 12  # DDP rebuilds its buckets and must have seen 11 iterations (PyTorch notes on CUDA graphs)
 
 Step = Callable[[Tensor], tuple[Tensor, Tensor]]  # windows -> loss and gradient norm, scalars on the device
@@ -31,7 +33,8 @@ class StepGraph:
         self.windows = windows.clone()
         self.graph = torch.cuda.CUDAGraph()
         # thread_local: other threads (pinning, NCCL's watchdog) may call CUDA while this one records
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        stream = side_stream(windows.device)
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self.loss, self.gradient_norm = step(self.windows)
 
     def replay(self, windows: Tensor) -> None:
@@ -59,20 +62,39 @@ def recording() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of a device on which steps are warmed up and recorded, and on which DDP is built for that."""
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.cuda.Stream(device)
+    return _SIDE_STREAMS[device]
+
+
 @contextmanager
 def on_side_stream(device: torch.device) -> Generator[None, None, None]:
     """Runs on a stream of its own that waits for, and is waited for by, the current one."""
     current = torch.cuda.current_stream(device)
-    side = _SIDE_STREAMS.setdefault(device, torch.cuda.Stream(device))
+    side = side_stream(device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
         yield
     current.wait_stream(side)
 
 
+def decide_graph(option: bool | None, trainer: Any, module: Any) -> bool:
+    """Whether this run records its steps; ``option`` None: wherever it can.
+
+    Raises:
+        UserError: it was asked for, but cannot be.
+    """
+    reason = why_not(trainer, module)
+    if option and reason:
+        raise UserError(f"model.cuda_graph true, but {reason}; leave the option out")
+    return reason is None if option is None else option
+
+
 def why_not(trainer: Any, module: Any) -> str | None:
     """The reason why a step of this run cannot be recorded, or None."""
-    if module.device.type != "cuda":
+    if trainer.strategy.root_device.type != "cuda":
         return "the device is not a GPU"
     if str(trainer.precision) == "16-mixed":
         return "the loss scaler of 16-mixed decides on the CPU whether to take a step"

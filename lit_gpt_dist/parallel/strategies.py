@@ -23,6 +23,7 @@ from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.model.init import initialize
 from lit_gpt_dist.parallel import fsdp2
+from lit_gpt_dist.parallel.graph import on_side_stream
 from lit_gpt_dist.parallel.mesh import build_mesh, data_coordinate
 
 GRACE_SECONDS = 20  # the process group's own timeout comes after callbacks/hangs.py, which says more
@@ -148,6 +149,16 @@ class DDP(MeshStrategy):
         one_backward = trainer.datamodule.plan.accumulate == 1  # type: ignore[attr-defined]
         self._ddp_kwargs["static_graph"] = one_backward if self.static_graph is None else self.static_graph
         super().setup(trainer)
+
+    def _setup_model(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
+        """On the stream that its steps will run on: DDP keeps autograd nodes, and those keep the stream they were made on.
+
+        Lightning builds it on a stream of its own, which makes every backward wait for that one.
+        """
+        device_ids = self.determine_ddp_device_ids()
+        recorded = getattr(model, "graph_wanted", False)
+        with on_side_stream(self.root_device) if recorded else nullcontext():
+            return nn.parallel.DistributedDataParallel(model, device_ids=device_ids, **self._ddp_kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
