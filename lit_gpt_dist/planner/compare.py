@@ -11,7 +11,7 @@ from lit_gpt_dist.model.config import PRESETS, GPTConfig, preset
 from lit_gpt_dist.planner.calibration import Calibration
 from lit_gpt_dist.planner.estimate import estimate
 from lit_gpt_dist.planner.hardware import GIB, Link, device_by_name
-from lit_gpt_dist.planner.job import Job
+from lit_gpt_dist.planner.job import Job, Precision
 from lit_gpt_dist.planner.layout import STRATEGIES
 
 
@@ -102,13 +102,27 @@ def job_of(line: dict[str, Any], calibration: Calibration | None, link: Link) ->
         link=link,
         global_batch=int(line["global_batch"]),
         micro_batch=int(line["micro"]),
-        precision=line.get("precision") or "32-true",
+        precision=planned_precision(line),
         recompute=(line.get("recompute") or "none") == "full",
         execution=execution,  # type: ignore[arg-type]
         no_sync=line.get("no_sync") is not False,
         reshard_after_forward=line.get("reshard_after_forward") is not False,
         calibration=calibration,
     )
+
+
+def planned_precision(line: dict[str, Any]) -> Precision:
+    """Two 16-bit formats need the same bytes; anything else that is not planned is refused."""
+    name = str(line.get("precision") or "32-true")
+    known: dict[str, Precision] = {
+        "32-true": "32-true",
+        "bf16-mixed": "bf16-mixed",
+        "16-mixed": "bf16-mixed",
+        "bf16-true": "bf16-true",
+    }
+    if name not in known:
+        raise UserError(f"precision {name} cannot be planned; {', '.join(known)} can")
+    return known[name]
 
 
 def compare_line(line: dict[str, Any], calibration: Calibration | None, link: Link) -> Comparison:

@@ -25,11 +25,12 @@ class Device:
 
 HOPPER_WORKSPACE = 32 * MIB  # cuBLAS documentation: 32 MiB recommended on Hopper, which PyTorch allocates
 _GB, _TF = 1e9, 1e12
+# Memory: what CUDA leaves to programs, a little under the label; `--device auto` and --memory_gib replace it.
 # Peaks: NVIDIA datasheets, dense (half of the figure "with sparsity"). Lightning's table gives H200 1979 (with sparsity)
 # and RTX 4090 82.6 (no tensor cores) for bf16: not used here.
 DEVICES: dict[str, Device] = {
-    "h200": Device("H200", 140.4 * GIB, 989 * _TF, 4800 * _GB, 450 * _GB, HOPPER_WORKSPACE),
-    "h100": Device("H100 SXM", 79.6 * GIB, 989 * _TF, 3350 * _GB, 450 * _GB, HOPPER_WORKSPACE),
+    "h200": Device("H200", 139.8 * GIB, 989 * _TF, 4800 * _GB, 450 * _GB, HOPPER_WORKSPACE),
+    "h100": Device("H100 SXM", 79.1 * GIB, 989 * _TF, 3350 * _GB, 450 * _GB, HOPPER_WORKSPACE),
     "a100": Device("A100 80GB", 79.3 * GIB, 312 * _TF, 2039 * _GB, 300 * _GB),
     "a100-40gb": Device("A100 40GB", 39.6 * GIB, 312 * _TF, 1555 * _GB, 300 * _GB),
     "l40s": Device("L40S", 44.5 * GIB, 362 * _TF, 864 * _GB),

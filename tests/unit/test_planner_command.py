@@ -122,10 +122,15 @@ def test_compare_finds_the_vocabulary_and_sets_memory_side_by_side(capsys, tmp_p
 
 def test_compare_says_why_a_line_cannot_be_compared(capsys, tmp_path):
     found = compare(
-        capsys, tmp_path, result_line(mode="other"), result_line(status="oom"), result_line(mem_gib=None, step_ms=None)
+        capsys,
+        tmp_path,
+        result_line(mode="other"),
+        result_line(status="oom"),
+        result_line(precision="64-true"),
+        result_line(mem_gib=None, step_ms=None),
     )
-    assert [bool(one["why"]) for one in found] == [True, True, False]
-    assert found[2]["memory_gib"] is None
+    assert [bool(one["why"]) for one in found] == [True, True, True, False]
+    assert found[3]["memory_gib"] is None
 
 
 def test_compare_reads_shapes_from_the_recorded_command(capsys, tmp_path):
