@@ -11,7 +11,7 @@ from lit_gpt_dist.model.config import PRESETS, GPTConfig, preset
 from lit_gpt_dist.planner.calibration import Calibration
 from lit_gpt_dist.planner.estimate import estimate
 from lit_gpt_dist.planner.hardware import GIB, Link, device_by_name
-from lit_gpt_dist.planner.job import Job, Precision
+from lit_gpt_dist.planner.job import Execution, Job, Precision
 from lit_gpt_dist.planner.layout import STRATEGIES
 
 
@@ -86,14 +86,6 @@ def job_of(line: dict[str, Any], calibration: Calibration | None, link: Link) ->
     mode, world = str(line["mode"]), int(line["world"])
     if mode not in STRATEGIES or line["size"] not in PRESETS:
         raise UserError(f"mode {mode!r}, size {line['size']!r} cannot be planned")
-    compiled = str(line.get("compile") or "none").lower() not in ("none", "false")
-    execution = (
-        "graph"
-        if "graph" in f"{line.get('compile')} {line.get('graph') or ''}".lower()
-        else "compiled"
-        if compiled
-        else "eager"
-    )
     device = device_by_name(str(line.get("device") or "unknown"))
     return Job(
         model_of(line),
@@ -104,11 +96,20 @@ def job_of(line: dict[str, Any], calibration: Calibration | None, link: Link) ->
         micro_batch=int(line["micro"]),
         precision=planned_precision(line),
         recompute=(line.get("recompute") or "none") == "full",
-        execution=execution,  # type: ignore[arg-type]
+        execution=execution_of(line),
         no_sync=line.get("no_sync") is not False,
         reshard_after_forward=line.get("reshard_after_forward") is not False,
         calibration=calibration,
     )
+
+
+def execution_of(line: dict[str, Any]) -> Execution:
+    """How the run's steps ran, from its fields or else its command; eager where neither says."""
+    if line.get("cuda_graph"):
+        return "graph"
+    asked = re.search(r"--model\.compile[= ](\S+)", str(line.get("command") or ""))
+    mode = str(line.get("compile") or (asked and asked[1]) or "none").lower()
+    return "eager" if mode in ("none", "false", "auto") else "compiled"
 
 
 def planned_precision(line: dict[str, Any]) -> Precision:

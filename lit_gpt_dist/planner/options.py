@@ -99,7 +99,10 @@ def add_training(options: ToolParser) -> None:
     training.add_argument("--recompute", choices=("none", "full"), default="none")
     training.add_argument("--flash", type=truth, default=True, help="fused attention: on or off")
     training.add_argument(
-        "--execution", choices=("eager", "compiled", "graph"), default="eager", help="graph: compiled, in a CUDA graph"
+        "--execution",
+        choices=("eager", "compiled", "graph"),
+        default="graph",
+        help="graph: compiled and in a CUDA graph, what fit does on a GPU by default",
     )
     training.add_argument("--overlap", type=truth, default=True, help="communication behind backward: on or off")
     training.add_argument("--no_sync", type=truth, default=True, help="reduce once per step: on or off")
