@@ -5,12 +5,14 @@ The parser's groups are ``--model`` (GPTModule), ``--data`` (GPTDataModule), ``-
 ``--optim``, ``--checkpoint``, and a few plain options.
 """
 
+import contextlib
 import os
 import shlex
+import shutil
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
@@ -19,7 +21,6 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lit_gpt_dist.arguments import nearest, unknown_option_message
 from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
 from lit_gpt_dist.callbacks.final_validation import FinalValidation
 from lit_gpt_dist.callbacks.hangs import record_collectives
@@ -30,11 +31,12 @@ from lit_gpt_dist.callbacks.recorder import StepRecorder
 from lit_gpt_dist.callbacks.results import ResultsWriter
 from lit_gpt_dist.callbacks.signals import SignalCallback
 from lit_gpt_dist.checkpoint import find
+from lit_gpt_dist.checks import check_options, check_seed, writable
 from lit_gpt_dist.data.datamodule import GPTDataModule
 from lit_gpt_dist.errors import EXIT_OK, UserError
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import OptimConfig
-from lit_gpt_dist.parallel import STRATEGIES
+from lit_gpt_dist.parsing import Parser
 from lit_gpt_dist.runs import name_run, run_rank
 from lit_gpt_dist.summary import finish
 from lit_gpt_dist.trainer import Trainer
@@ -52,31 +54,6 @@ TRAINER_DEFAULTS = dict(
 )
 STEPS = {"tiny": 2_000, "baby": 3_000}  # without --trainer.max_steps; other sizes need to be told
 VALIDATIONS = 10  # over a run, without --trainer.val_check_interval
-
-
-class Parser(LightningArgumentParser):
-    """Errors are one line; a misspelt option gets a suggestion."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UserError(readable(message, self))
-
-
-def readable(message: str, parser: LightningArgumentParser) -> str:
-    """jsonargparse's message in one line that names the option rather than a class."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    if lines and lines[0].lower().startswith("unrecognized arguments"):
-        option = lines[0].split(":", 1)[1].split()[0]
-        return unknown_option_message(option, known_options(parser))
-    return " ".join(lines)
-
-
-def known_options(parser: LightningArgumentParser) -> list[str]:
-    known = set(parser._option_string_actions)
-    for action in parser._actions:
-        for name, sub in (getattr(action, "choices", None) or {}).items() if action.dest == "subcommand" else ():
-            if name in sys.argv:
-                known |= set(sub._option_string_actions)
-    return sorted(option for option in known if not option.endswith(".help"))
 
 
 class RunConfig(SaveConfigCallback):
@@ -144,6 +121,7 @@ class TrainingCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         super().parse_arguments(parser, args)
+        check_seed(self.options.seed_everything)
         path = self.options.get("ckpt_path")
         if path and Path(path).is_file():
             raise UserError(f"checkpoint {path} is a file, but checkpoints here are folders; give the folder, or last")
@@ -154,15 +132,11 @@ class TrainingCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         options = self.options
-        check_strategy(options.trainer.strategy)
+        check_options(options, self.config["subcommand"])
         limit_device_memory()
         on_gpu = options.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         options.model.size = options.model.size or ("baby" if on_gpu else "tiny")
         options.trainer.precision = options.trainer.precision or ("bf16-mixed" if on_gpu else "32-true")
-        if not on_gpu and options.trainer.accelerator in ("gpu", "cuda"):
-            raise UserError(
-                f"accelerator {options.trainer.accelerator}: this machine has no usable GPU; use --trainer.accelerator cpu"
-            )
         half = str(options.trainer.precision).split("-")[0] in ("16", "bf16")
         options.matmul_precision = options.matmul_precision or ("high" if half else "highest")
         if options.matmul_precision not in ("highest", "high", "medium"):
@@ -174,10 +148,6 @@ class TrainingCLI(LightningCLI):
 
     def _count_in_steps(self, options: Namespace) -> None:
         trainer = options.trainer
-        if trainer.max_epochs not in (None, -1):
-            raise UserError(
-                f"trainer.max_epochs {trainer.max_epochs}: training counts optimizer steps; use --trainer.max_steps"
-            )
         if trainer.max_steps == -1:
             if options.model.size not in STEPS:
                 raise UserError(
@@ -186,11 +156,6 @@ class TrainingCLI(LightningCLI):
             trainer.max_steps = STEPS[options.model.size]
         if trainer.val_check_interval is None:
             trainer.val_check_interval = max(1, trainer.max_steps // VALIDATIONS)
-        if isinstance(trainer.val_check_interval, float):
-            raise UserError(
-                f"trainer.val_check_interval {trainer.val_check_interval}: the data have no end to take a share of; "
-                "give a whole number of optimizer steps"
-            )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         options = self.options
@@ -208,7 +173,10 @@ class TrainingCLI(LightningCLI):
                 ResultsWriter(options.tag or name or "", shlex.join(["lit-gpt-dist", *sys.argv[1:]]), extra),
             ]
         self.trainer_defaults = {**self.trainer_defaults, "callbacks": ours}
-        trainer = super().instantiate_trainer(**kwargs)
+        try:
+            trainer = super().instantiate_trainer(**kwargs)
+        except (ValueError, TypeError, ImportError) as mistake:  # Lightning about an option's value
+            raise UserError(" ".join(str(mistake).split())) from mistake
         assert isinstance(trainer, Trainer)
         trainer.run_dir = root / name if name else root
         first: list[Callback] = [StepRecorder()]
@@ -226,8 +194,10 @@ class TrainingCLI(LightningCLI):
         chosen = self.config_init[subcommand]
         if chosen.get("ckpt_path"):
             chosen["ckpt_path"] = find.resolve(chosen["ckpt_path"], root)
-        elif subcommand != "fit":
-            raise UserError(f"{subcommand} needs weights; give --ckpt_path last or --ckpt_path PATH")
+        if subcommand != "fit" and not chosen.get("ckpt_path"):
+            raise UserError(
+                f"{subcommand} needs weights, and {root} has none; give --ckpt_path last or --ckpt_path PATH"
+            )
         super()._run_subcommand(subcommand)
         if subcommand == "fit":
             finish(self.trainer, self.options)
@@ -237,26 +207,6 @@ def loggers(root: Path, name: str, csv: bool) -> list[Logger]:
     """Events for TensorBoard, and the same numbers as ``metrics.csv``."""
     events = TensorBoardLogger(root, name="", version=name)
     return [events, *([CSVLogger(root, name="", version=name, flush_logs_every_n_steps=1)] if csv else [])]
-
-
-def check_strategy(strategy: Any) -> None:
-    if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
-        names = ", ".join(["auto", *STRATEGIES])
-        raise UserError(
-            f"strategy {strategy!r} does not exist{nearest(strategy, ['auto', *STRATEGIES])} ({names}, or a class path)"
-        )
-
-
-def writable(folder: Path) -> None:
-    """Fails now rather than after the first hour."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {error.strerror}; choose another --trainer.default_root_dir"
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"cannot write to {folder}: permission denied; choose another --trainer.default_root_dir")
 
 
 def limit_device_memory() -> None:
@@ -286,10 +236,32 @@ def main(argv: list[str]) -> int:
         try:
             TrainingCLI(argv, clis)
         except MisconfigurationException as mistake:
+            discard_unused_run(clis)
             raise UserError(" ".join(str(mistake).split())) from mistake
+        except UserError:
+            discard_unused_run(clis)
+            raise
         return EXIT_OK
 
     return run_rank(body, lambda: started_processes(clis))
+
+
+def discard_unused_run(clis: list[TrainingCLI]) -> None:
+    """A run refused before its first step leaves no folder behind: its name was new, so what is in it is this run's."""
+    trainer = getattr(clis[0], "trainer", None)
+    if (
+        trainer is None
+        or not trainer.is_global_zero
+        or getattr(trainer.lightning_module, "step_loss", None) is not None
+    ):
+        return
+    for logger in trainer.loggers:
+        logger.finalize("failed")
+    root = Path(trainer.default_root_dir)
+    if trainer.run_dir != root:
+        shutil.rmtree(trainer.run_dir, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            root.rmdir()  # only where it is empty
 
 
 def started_processes(clis: list[TrainingCLI]) -> list:

@@ -1,0 +1,137 @@
+"""Refuses, before anything is built or written, options that the parser takes and training would stumble over."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+
+from lit_gpt_dist.arguments import nearest
+from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.model.config import PRESETS
+from lit_gpt_dist.parallel import STRATEGIES
+from lit_gpt_dist.parsing import PRECISIONS
+from lit_gpt_dist.runs import global_rank
+
+MOST_SEED = 2**32 - 1  # numpy's largest
+SHORT_PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}  # Lightning's own aliases
+
+
+def check_options(options: Namespace, stage: str) -> None:
+    """All that can be told without a corpus.
+
+    Raises:
+        UserError: value, rule and remedy.
+    """
+    trainer = options.trainer
+    check_strategy(trainer.strategy)
+    check_size(options.model.size)
+    check_devices(trainer.accelerator, trainer.devices)
+    check_precision(trainer.precision, trainer.accelerator)
+    check_tag(options.tag)
+    if stage == "fit" and trainer.max_epochs not in (None, -1):
+        raise UserError(
+            f"trainer.max_epochs {trainer.max_epochs}: training counts optimizer steps; use --trainer.max_steps"
+        )
+    if isinstance(trainer.val_check_interval, float):
+        raise UserError(
+            f"trainer.val_check_interval {trainer.val_check_interval}: the data have no end to take a share of; "
+            "give a whole number of optimizer steps"
+        )
+    for name, value, least in (
+        ("trainer.max_steps", None if trainer.max_steps == -1 else trainer.max_steps, 1),
+        ("trainer.val_check_interval", trainer.val_check_interval, 1),
+        ("trainer.log_every_n_steps", trainer.log_every_n_steps, 1),
+        ("trainer.gradient_clip_val", trainer.gradient_clip_val, 0),
+        ("trainer.num_nodes", trainer.num_nodes, 1),
+        ("trainer.accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
+        ("sample_tokens", options.sample_tokens, 0),
+    ):
+        if isinstance(value, int | float) and value < least:
+            raise UserError(f"{name} {value} is below {least}; give {least} or more")
+
+
+def check_strategy(strategy: Any) -> None:
+    if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
+        names = ", ".join(["auto", *STRATEGIES])
+        raise UserError(
+            f"strategy {strategy!r} does not exist{nearest(strategy, ['auto', *STRATEGIES])} ({names}, or a class path)"
+        )
+
+
+def check_size(size: str | None) -> None:
+    if size is not None and size not in PRESETS:
+        raise UserError(f"model.size {size} is not one of {', '.join(PRESETS)}{nearest(size, list(PRESETS))}")
+
+
+def check_devices(accelerator: Any, devices: Any) -> None:
+    kinds = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
+    if isinstance(accelerator, str) and accelerator not in kinds:
+        raise UserError(
+            f"trainer.accelerator {accelerator} is not one of {', '.join(kinds)}; for this machine use auto"
+        )
+    on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+    there = torch.cuda.device_count() if on_gpu else None
+    if on_gpu and not there:
+        raise UserError(f"accelerator {accelerator}: this machine has no usable GPU; use --trainer.accelerator cpu")
+    if devices in ("auto", -1, "-1"):
+        return
+    listed = isinstance(devices, list) or "," in str(devices)
+    numbers = str(devices).strip("[]").replace(",", " ").split()
+    if not numbers or not all(number.isdigit() for number in numbers) or (numbers == ["0"] and not listed):
+        raise UserError(
+            f"trainer.devices {devices} is neither a number of devices nor a list of them; give for example 2, 0,1 or auto"
+        )
+    if listed and not on_gpu:
+        raise UserError(
+            f"trainer.devices {devices}: without GPUs devices have no numbers; give how many processes to use"
+        )
+    needed = max(int(number) for number in numbers) + (1 if listed else 0)
+    if there and needed > there:
+        raise UserError(
+            f"trainer.devices {devices}: this machine has {there} GPUs; use --trainer.devices {there} or fewer"
+        )
+
+
+def check_precision(precision: Any, accelerator: Any) -> None:
+    if precision is None:
+        return
+    name = SHORT_PRECISIONS.get(str(precision), str(precision))
+    if name not in PRECISIONS:
+        raise UserError(f"precision {precision} is not one of {', '.join(PRECISIONS)}")
+    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())
+    if name == "16-mixed" and on_cpu:
+        raise UserError("precision 16-mixed does not run on a CPU; use bf16-mixed or 32-true")
+
+
+def check_tag(tag: str | None) -> None:
+    if tag is not None and (not tag.strip() or "/" in tag or "\\" in tag or tag.startswith(".")):
+        raise UserError(f"tag {tag!r} names a folder of runs; use letters, digits, - and _")
+
+
+def check_seed(seed: Any) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MOST_SEED:
+        raise UserError(
+            f"seed_everything {str(seed).lower()} is not a whole number from 0 to {MOST_SEED}; give for example 1337"
+        )
+
+
+def writable(folder: Path) -> None:
+    """Fails now rather than after the first hour, and leaves nothing behind."""
+    if global_rank() != 0:
+        return  # the first rank's answer holds, and two would trip over each other
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    remedy = "choose another --trainer.default_root_dir"
+    existing = folder if not missing else missing[-1].parent
+    if not existing.is_dir():
+        raise UserError(f"cannot write to {folder}: {existing} is a file, but runs need a folder; {remedy}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; {remedy}") from error
+    allowed = os.access(folder, os.W_OK | os.X_OK)
+    for made in missing:
+        made.rmdir()
+    if not allowed:
+        raise UserError(f"cannot write to {folder}: permission denied; {remedy}")
