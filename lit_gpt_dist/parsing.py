@@ -26,7 +26,7 @@ class Parser(LightningArgumentParser):
 
 def known_options(parser: Any) -> dict[str, Any]:
     """Name without dashes of each option, those of the subcommands included: its argparse action."""
-    known = {}
+    known: dict[str, Any] = {}
     for action in parser._actions:
         known |= {name.lstrip("-"): action for name in action.option_strings if name.startswith("--")}
         if action.dest == "subcommand":

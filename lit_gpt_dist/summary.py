@@ -42,6 +42,7 @@ def end_table(trainer: Any) -> Table:
     """Loss, speed and memory of the run, as its results line has them."""
     line = next(callback.line for callback in trainer.callbacks if isinstance(callback, ResultsWriter))
     recorder = find_recorder(trainer)
+    assert line is not None
     assert recorder is not None
     table = Table.grid(padding=(0, 3))
     if recorder.losses:
