@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -22,10 +23,12 @@ def exchange(strategy: Any, losses: Tensor, row: Sequence[float | Tensor]) -> tu
     ranks, rank = strategy_size(strategy)
     own = as_vector(row, losses)
     table = torch.zeros(ranks, len(own), dtype=losses.dtype, device=losses.device)
-    table[rank] = own * ranks  # the reduction divides by it again
-    together = torch.cat([losses, table.flatten()])
-    reduced = strategy.reduce(together, reduce_op="mean").tolist()  # waits for the device
-    means, flat = reduced[: len(losses)], reduced[len(losses) :]
+    table[rank] = own
+    together = torch.cat([losses / ranks, table.flatten()])
+    if ranks > 1:
+        dist.all_reduce(together)  # not the strategy's: Lightning's puts a barrier in front
+    values = together.tolist()  # waits for the device
+    means, flat = values[: len(losses)], values[len(losses) :]
     return means, [flat[index * len(own) : (index + 1) * len(own)] for index in range(ranks)]
 
 

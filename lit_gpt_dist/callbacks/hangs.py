@@ -47,6 +47,7 @@ class HangWatch(pl.Callback):
         self.phase, self.step = "setup", 0
         self._alive_at = time.monotonic()
         self._stop = threading.Event()
+        self._reported = False
         self._store: Any = None
         self._trainer: Any = None
 
@@ -100,6 +101,8 @@ class HangWatch(pl.Callback):
         """A collective that failed by itself, as gloo's do: the others may still answer who was missing."""
         from lit_gpt_dist.callbacks.signals import RunStopped
 
+        if self._reported:  # what broke now broke because the run is being ended
+            os._exit(EXIT_FAILURE)
         self._stop.set()
         if self._store is not None and not isinstance(exception, RunStopped) and is_timeout(exception):
             self._report()
@@ -126,16 +129,23 @@ class HangWatch(pl.Callback):
 
     def _report(self) -> None:
         """Prints this rank's position, waits for the others', and the first rank that answers says who is missing."""
+        self._reported = True
         rank, ranks = self._trainer.global_rank, self._trainer.world_size
         position = take_position(rank, self.step, self.phase)
-        print(str(position), file=sys.stderr, flush=True)
+        say(str(position))
         keep_dump(Path(self._trainer.run_dir) / FLIGHT_FOLDER, rank)
         positions = gather_positions(self._store, position, ranks)
         if rank == min(found.rank for found in positions):
-            print(f"error: {who_is_missing(positions, ranks)}", file=sys.stderr, flush=True)
+            say(f"error: {who_is_missing(positions, ranks)}")
             time.sleep(1)  # the others read the answers from the store, which lives on rank 0
         else:
             time.sleep(4)  # a launcher that sees this rank end kills the one that is speaking
+
+
+def say(text: str) -> None:
+    """In one write, so that lines of several ranks do not mix."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
 
 
 def is_timeout(exception: BaseException) -> bool:
@@ -189,4 +199,4 @@ def keep_dump(folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"rank-{rank}.json").write_text(json.dumps(dump))
     except OSError as error:
-        print(f"the flight recorder's dump could not be kept: {error}", file=sys.stderr)
+        say(f"the flight recorder's dump could not be kept: {error}")

@@ -21,6 +21,7 @@ class Position:
     step: int  # optimizer steps completed
     phase: str
     started: dict[str, int] = field(default_factory=dict)  # collectives by process group
+    waiting: dict[str, int] = field(default_factory=dict)  # number of the first one not finished, by process group
     collective: str = ""  # the last one started, as the flight recorder has it
     stack: tuple[str, ...] = ()  # of the main thread, innermost last
 
@@ -41,7 +42,8 @@ class Position:
 def take_position(rank: int, step: int, phase: str) -> Position:
     """From any thread. Does not communicate."""
     dump = flight_dump()
-    return Position(rank, step, phase, started_collectives(dump), last_collective(dump), main_thread_stack())
+    started, waiting = started_collectives(dump), unfinished_collectives(dump)
+    return Position(rank, step, phase, started, waiting, last_collective(dump), main_thread_stack())
 
 
 def main_thread_stack() -> tuple[str, ...]:
@@ -72,16 +74,31 @@ def started_collectives(dump: dict[str, Any]) -> dict[str, int]:
     """Number of collectives started by process group: from the recorder, else the default group's sequence number."""
     counts: dict[str, int] = {}
     for entry in dump.get("entries", []):
-        group = "/".join(str(part) for part in entry.get("process_group", ["?"]))
+        group = group_name(entry)
         if not entry.get("is_p2p"):
             counts[group] = max(counts.get(group, 0), int(entry.get("collective_seq_id", 0)))
     if counts or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return counts
     try:
-        default = torch.distributed.distributed_c10d._get_default_group()
+        default: Any = torch.distributed.distributed_c10d._get_default_group()
         return {"default": int(default._get_sequence_number_for_group())}
     except RuntimeError:
         return {}
+
+
+def group_name(entry: dict[str, Any]) -> str:
+    return "/".join(str(part) for part in entry.get("process_group", ["?"]))
+
+
+def unfinished_collectives(dump: dict[str, Any]) -> dict[str, int]:
+    """By process group the number of the first collective that was started and has not finished."""
+    first: dict[str, int] = {}
+    for entry in dump.get("entries", []):
+        if entry.get("is_p2p") or entry.get("retired") or entry.get("state") == "completed":
+            continue
+        number = int(entry.get("collective_seq_id", 0))
+        first[group_name(entry)] = min(number, first.get(group_name(entry), number))
+    return first
 
 
 def last_collective(dump: dict[str, Any]) -> str:
@@ -100,26 +117,41 @@ def who_is_missing(positions: list[Position], ranks: int) -> str:
     silent = sorted(set(range(ranks)) - {position.rank for position in positions})
     if silent:
         return f"rank {', '.join(map(str, silent))} did not answer: its process is gone or cannot run"
-    behind = behind_in_collectives(positions)
-    if behind is not None:
-        return behind
-    first = min(positions, key=lambda position: (position.step, PHASES.index(position.phase)))
-    last = max(positions, key=lambda position: (position.step, PHASES.index(position.phase)))
-    if (first.step, first.phase) == (last.step, last.phase):
-        return f"all ranks stand in {first.phase} of step {first.step + 1} and have started as many collectives"
-    return f"rank {first.rank} is missing: it stands in {first.phase} of step {first.step + 1}, rank {last.rank} in {last.phase} of step {last.step + 1}"
+    awaited = awaited_ranks(positions)
+    stalled = [position for position in positions if position.rank in awaited and not position.waiting]
+    if stalled:
+        return f"rank {named(stalled)} is missing: it stands in {place(stalled[0])}, and {awaited[stalled[0].rank]}"
+    if awaited:  # they wait for each other: who is furthest has left out what the others wait in
+        last = max((position for position in positions if position.rank in awaited), key=order)
+        return f"rank {last.rank} is missing: it went on to {place(last)}, and {awaited[last.rank]}"
+    first, last = min(positions, key=order), max(positions, key=order)
+    if order(first) == order(last):
+        return f"all ranks stand in {place(first)}, and none waits for another in a recorded collective"
+    return f"rank {first.rank} is missing: it stands in {place(first)}, rank {last.rank} in {place(last)}"
 
 
-def behind_in_collectives(positions: list[Position]) -> str | None:
-    """The rank that has started fewest collectives of a group, where they differ."""
-    groups = set.intersection(*(set(position.started) for position in positions))
-    for group in sorted(groups):
-        counts = {position.rank: position.started[group] for position in positions}
-        fewest, most = min(counts.values()), max(counts.values())
-        if fewest < most:
-            missing = [str(rank) for rank, count in sorted(counts.items()) if count == fewest]
-            return (
-                f"rank {', '.join(missing)} is missing: it has started {fewest} collectives of group {group} where others "
-                f"have started {most}"
-            )
-    return None
+def order(position: Position) -> tuple[int, int]:
+    return position.step, PHASES.index(position.phase)
+
+
+def place(position: Position) -> str:
+    return f"{position.phase} of step {position.step + 1}"
+
+
+def named(positions: list[Position]) -> str:
+    return ", ".join(str(position.rank) for position in positions)
+
+
+def awaited_ranks(positions: list[Position]) -> dict[int, str]:
+    """The ranks that have not started a collective in which another rank waits, and which."""
+    awaited: dict[int, str] = {}
+    for waiter in positions:
+        for group, number in waiter.waiting.items():
+            for other in positions:
+                started = other.started.get(group, 0)
+                if started < number:
+                    awaited.setdefault(
+                        other.rank,
+                        f"has started {started} collectives of group {group} where rank {waiter.rank} waits in number {number}",
+                    )
+    return awaited
