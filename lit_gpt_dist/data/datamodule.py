@@ -25,11 +25,12 @@ from lit_gpt_dist.data.loaders import (
 )
 from lit_gpt_dist.data.stream import TokenStream
 from lit_gpt_dist.data.tokenizers import Vocabulary
-from lit_gpt_dist.data.windows import BatchPlan, plan_batch
+from lit_gpt_dist.data.windows import BatchPlan, plan_batch, usual_micro
 from lit_gpt_dist.errors import UserError
 
 DEVICE_BYTES = 512 << 20  # a corpus up to this size lives on the device
 READ_AHEAD_WORKERS = 2
+SMALL_PARAMETERS = 20e6
 
 
 class GPTDataModule(lightning.LightningDataModule):
@@ -39,7 +40,7 @@ class GPTDataModule(lightning.LightningDataModule):
         corpus: UTF-8 file, folder or glob, or a folder made by `prepare`; default: the Python standard library's sources
         tokenizer: char, char:ru-en, byte or a tokenizer.json; default: the prepared folder's own, byte for the default corpus, else char
         global_batch: windows per optimizer step; default: micro_batch × accumulate_grad_batches × data ranks
-        micro_batch: windows a device forwards at once
+        micro_batch: windows a device forwards at once; default: 64 for models under 20M parameters, else 16, or what divides
         context: tokens a window feeds; default: the model's context
         draw: random windows with replacement, or each window of a shuffled epoch once
         val_fraction: share of the corpus cut off its end for validation, at most 10 million tokens; 0: no validation
@@ -55,7 +56,7 @@ class GPTDataModule(lightning.LightningDataModule):
         corpus: str | None = None,
         tokenizer: str | None = None,
         global_batch: int | None = None,
-        micro_batch: int = 16,
+        micro_batch: int | None = None,
         context: int | None = None,
         draw: Draw = "random",
         val_fraction: float = 0.1,
@@ -179,7 +180,8 @@ class GPTDataModule(lightning.LightningDataModule):
         self._data_rank = getattr(trainer.strategy, "data_rank", trainer.global_rank)
         ranks = getattr(trainer.strategy, "data_ranks", trainer.world_size)
         assert 0 <= self._data_rank < ranks, f"the strategy names data rank {self._data_rank} of {ranks}"
-        plan = plan_batch(self.global_batch, self.micro_batch, self._accumulate, ranks)
+        micro = self.micro_batch or usual_micro(most_windows(trainer), self.global_batch, self._accumulate, ranks)
+        plan = plan_batch(self.global_batch, micro, self._accumulate, ranks)
         self._source = StepSource(plan, self.draw, self.seed, context, len(self._train), self._data_rank)
         self._place(trainer.strategy.root_device)
 
@@ -306,3 +308,9 @@ class GPTDataModule(lightning.LightningDataModule):
         for name, meaning in meanings.items():
             if saved and saved.get(name) != now[name]:
                 rank_zero_warn(f"{name} was {saved.get(name)} in the checkpoint and is {now[name]} now: {meaning}.")
+
+
+def most_windows(trainer: lightning.Trainer) -> int:
+    """Windows that a device forwards at once where nobody says: many of a small model's keep it busy."""
+    config = getattr(trainer.lightning_module, "config", None)
+    return 64 if config is not None and config.parameters() < SMALL_PARAMETERS else 16

@@ -132,6 +132,13 @@ def plan_batch(global_batch: int | None, micro_batch: int, accumulate: int | Non
     return BatchPlan(global_batch, micro_batch, global_batch // per_pass, ranks)
 
 
+def usual_micro(most: int, global_batch: int | None, accumulate: int | None, ranks: int) -> int:
+    """The micro-batch of someone who gives none: ``most``, or the largest below it with which the global batch divides."""
+    share = (global_batch or 0) // (ranks * (accumulate or 1))  # windows of one rank in a step, or in one pass of it
+    fits = [n for n in range(1, min(most, share) + 1) if share % n == 0]
+    return max(fits, default=most)
+
+
 def _does_not_divide(global_batch: int, micro_batch: int, ranks: int) -> str:
     per_pass = micro_batch * ranks
     below = global_batch // per_pass * per_pass

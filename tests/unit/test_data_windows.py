@@ -1,7 +1,15 @@
 import numpy as np
 import pytest
 
-from lit_gpt_dist.data.windows import BatchPlan, epoch_starts, permute, plan_batch, random_starts, rank_starts
+from lit_gpt_dist.data.windows import (
+    BatchPlan,
+    epoch_starts,
+    permute,
+    plan_batch,
+    random_starts,
+    rank_starts,
+    usual_micro,
+)
 from lit_gpt_dist.errors import UserError
 
 
@@ -97,3 +105,20 @@ def test_a_split_that_cannot_be_names_all_numbers_and_the_nearest_that_work(give
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("most", "global_batch", "accumulate", "ranks", "micro"),
+    [
+        (64, None, None, 2, 64),
+        (64, 64, None, 1, 64),
+        (64, 64, None, 4, 16),
+        (64, 96, None, 1, 48),
+        (16, 48, 3, 2, 8),
+        (64, 7, None, 2, 3),
+    ],
+)
+def test_an_omitted_micro_batch_is_the_largest_usual_one_that_divides(
+    most: int, global_batch: int | None, accumulate: int | None, ranks: int, micro: int
+) -> None:
+    assert usual_micro(most, global_batch, accumulate, ranks) == micro
