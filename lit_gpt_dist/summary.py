@@ -24,7 +24,9 @@ def start_lines(trainer: Any, module: Any) -> list[str]:
         f"batch    global {plan.global_batch} = micro {plan.micro_batch} × accumulate {plan.accumulate} × {ranks}; "
         f"{tokens:,} tokens per step",
         f"machine  {trainer.world_size} × {device_name(module.device)}, {strategy.name}, {trainer.precision}"
-        + (", recompute full" if module.recompute == "full" else ""),
+        + (", recompute full" if module.recompute == "full" else "")
+        + (f", compiled {module.compiled}" if module.compiled != "none" else "")
+        + (", steps in a CUDA graph" if module.graph_wanted else ""),
         f"run      {trainer.run_dir}: {trainer.max_steps - trainer.global_step:,} steps"
         + (f" from step {trainer.global_step:,}" if trainer.global_step else ""),
     ]

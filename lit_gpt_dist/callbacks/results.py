@@ -81,6 +81,8 @@ class ResultsWriter(pl.Callback):
             "seed": module.seed,
             "precision": str(trainer.precision),
             "recompute": module.recompute,
+            "compile": module.compiled,
+            "cuda_graph": module.graph_wanted,
             "bucket_cap_mb": getattr(strategy, "bucket_cap_mb", None),
             "no_sync": getattr(strategy, "no_sync", None),
             "reshard_after_forward": getattr(strategy, "reshard_after_forward", None),
