@@ -165,7 +165,7 @@ class GPTModule(pl.LightningModule):
         Returns:
             The last micro-batch's share of the loss. Lightning runs its backward, the one that synchronises.
         """
-        if self.graph_wanted and self.trainer.global_step >= self._graph_from:
+        if self.in_graph:
             if self.step_graph is None:
                 self.step_graph = StepGraph(self._whole_step, windows)
             return self._replay(windows)
@@ -207,6 +207,11 @@ class GPTModule(pl.LightningModule):
         if self.graph_wanted:
             make_capturable(self.trainer.optimizers[0], self.device)
 
+    @property
+    def in_graph(self) -> bool:
+        """Whether the next step is a replay: then no hook is called between its parts."""
+        return self.graph_wanted and self.trainer.global_step >= self._graph_from
+
     def on_train_end(self) -> None:
         self.step_graph = None  # Lightning moves the model to the CPU next; a replay after that would crash
 
@@ -217,7 +222,7 @@ class GPTModule(pl.LightningModule):
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         """Lightning's own, until the whole step is recorded; then the closure's one replay is the step."""
-        if self.graph_wanted and self.trainer.global_step >= self._graph_from:
+        if self.in_graph:
             assert optimizer_closure is not None
             optimizer_closure()
         elif self.graph_wanted:  # on a side stream: what autograd keeps must not belong to the default one
@@ -235,7 +240,8 @@ class GPTModule(pl.LightningModule):
         if self.config.dropout > 0:
             self._seed_dropout(0, 1)
         self.step_graph.replay(windows)
-        self.step_loss, self.gradient_norm = self.step_graph.loss, self.step_graph.gradient_norm
+        # copies: the next replay writes its results to the same place
+        self.step_loss, self.gradient_norm = self.step_graph.loss.clone(), self.step_graph.gradient_norm.clone()
         return self.step_loss
 
     def _whole_step(self, windows: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,8 @@ class PhaseSampler(pl.Callback):
     def _on_step_begin(self) -> None:
         assert self._trainer is not None
         self._current = None
+        if self._trainer.lightning_module.in_graph:  # type: ignore[attr-defined]  # a replay has no parts to mark
+            return
         if (self._trainer.global_step + 1) % self.every == 0 and self._clock and self._exposed:
             self._current = Sample(self._clock.mark(), [], [])
             self._exposed.begin()

@@ -100,6 +100,8 @@ def why_not(trainer: Any, module: Any) -> str | None:
         return "the loss scaler of 16-mixed decides on the CPU whether to take a step"
     if trainer.gradient_clip_algorithm == "value":
         return "clipping by value is not recorded"
+    if any(getattr(callback, "spike_factor", None) for callback in trainer.callbacks):
+        return "spikes of the gradient norm are told from its past on the CPU"
     if module.config.dropout > 0 and trainer.datamodule.plan.accumulate > 1:
         return "dropout masks are seeded for each micro-batch from the CPU"
     return None
