@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from lit_gpt_dist.model import gpt
 
+# The function that FSDP2 reduces through has another name from torch 2.13 on
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 ONE = Run(steps=2, precision="bf16-mixed", model=dict(size="tiny", context=32, positions="rope", norm="rmsnorm"))
 
@@ -51,7 +53,7 @@ def dtypes(run: Run) -> dict[str, set[torch.dtype]]:
     trainer, module, data = build(run, seen)
 
     def reduction(*_: Any, **keywords: Any) -> None:
-        seen.note("reduction", keywords["input"].dtype)
+        seen.note("reduction", next(v for k, v in keywords.items() if k.startswith("input")).dtype)
 
     def phases(_: Any, pair: tuple) -> None:
         seen.note("phases", pair[0].dtype)
@@ -60,7 +62,7 @@ def dtypes(run: Run) -> dict[str, set[torch.dtype]]:
         seen.note("loss", wide.dtype)
 
     with (
-        seen_by(reduction, dist, "reduce_scatter_tensor"),
+        seen_by(reduction, dist, REDUCE_SCATTER),
         seen_by(phases, gpt, "rotate"),
         seen_by(loss, gpt.F, "cross_entropy"),
     ):
