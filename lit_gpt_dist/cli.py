@@ -22,6 +22,7 @@ COMMANDS = {  # name: (module with main(argv) -> exit code, what it does)
     "import": ("lit_gpt_dist.checkpoint.importing", "GPT-2 and Llama folders to weights that fit and generate open"),
     "bench": ("lit_gpt_dist.bench.command", "run a matrix of configurations"),
     "report": ("lit_gpt_dist.report.command", "tables, curves and pictures from results"),
+    "trace": ("lit_gpt_dist.trace.command", "what traced steps were spent on, and who was missing in a hang"),
     "plan": ("lit_gpt_dist.planner.command", "memory, communication and time of a model on a machine"),
     "doctor": ("lit_gpt_dist.doctor.command", "what this machine is and what will not work"),
 }

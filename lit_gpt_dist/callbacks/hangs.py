@@ -133,7 +133,7 @@ class HangWatch(pl.Callback):
         rank, ranks = self._trainer.global_rank, self._trainer.world_size
         position = take_position(rank, self.step, self.phase)
         say(str(position))
-        keep_dump(Path(self._trainer.run_dir) / FLIGHT_FOLDER, rank)
+        keep_dump(Path(self._trainer.run_dir) / FLIGHT_FOLDER, position)
         positions = gather_positions(self._store, position, ranks)
         if rank == min(found.rank for found in positions):
             say(f"error: {who_is_missing(positions, ranks)}")
@@ -190,13 +190,14 @@ def key(rank: int) -> str:
     return f"lit_gpt_dist/position/{rank}"
 
 
-def keep_dump(folder: Path, rank: int) -> None:
-    """The flight recorder's dump as JSON, one file a rank."""
+def keep_dump(folder: Path, position: Position) -> None:
+    """The flight recorder's dump as JSON, one file a rank, with the step and the phase it was taken in."""
     dump = flight_dump()
     if not dump:
         return
+    dump |= {"step": position.step, "phase": position.phase}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"rank-{rank}.json").write_text(json.dumps(dump))
+        (folder / f"rank-{position.rank}.json").write_text(json.dumps(dump))
     except OSError as error:
         say(f"the flight recorder's dump could not be kept: {error}")

@@ -7,10 +7,9 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 STACK_LINES = 6
-PHASES = ("setup", "data", "forward", "backward", "optimizer", "between", "validation", "saving", "end")
+UNKNOWN = "unknown"
+PHASES = (UNKNOWN, "setup", "data", "forward", "backward", "optimizer", "between", "validation", "saving", "end")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,9 @@ def take_position(rank: int, step: int, phase: str) -> Position:
     """From any thread. Does not communicate."""
     dump = flight_dump()
     started, waiting = started_collectives(dump), unfinished_collectives(dump)
-    return Position(rank, step, phase, started, waiting, last_collective(dump), main_thread_stack())
+    return Position(
+        rank, step, phase, started or sequence_number(), waiting, last_collective(dump), main_thread_stack()
+    )
 
 
 def main_thread_stack() -> tuple[str, ...]:
@@ -54,7 +55,7 @@ def main_thread_stack() -> tuple[str, ...]:
 
 def flight_dump() -> dict[str, Any]:
     """What PyTorch's flight recorder holds, of NCCL or gloo; empty where this build has none or it recorded nothing."""
-    import torch._C as bindings
+    import torch._C as bindings  # here: reading dumps must not wait for torch
 
     c10d = getattr(bindings, "_distributed_c10d", None)
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
@@ -71,14 +72,21 @@ def flight_dump() -> dict[str, Any]:
 
 
 def started_collectives(dump: dict[str, Any]) -> dict[str, int]:
-    """Number of collectives started by process group: from the recorder, else the default group's sequence number."""
+    """Number of collectives started by process group, as the recorder has it."""
     counts: dict[str, int] = {}
     for entry in dump.get("entries", []):
         group = group_name(entry)
         if not entry.get("is_p2p"):
             counts[group] = max(counts.get(group, 0), int(entry.get("collective_seq_id", 0)))
-    if counts or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return counts
+    return counts
+
+
+def sequence_number() -> dict[str, int]:
+    """The default group's own count of its collectives: where there is no recorder."""
+    import torch
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return {}
     try:
         default: Any = torch.distributed.distributed_c10d._get_default_group()
         return {"default": int(default._get_sequence_number_for_group())}
@@ -120,7 +128,10 @@ def who_is_missing(positions: list[Position], ranks: int) -> str:
     awaited = awaited_ranks(positions)
     stalled = [position for position in positions if position.rank in awaited and not position.waiting]
     if stalled:
-        return f"rank {named(stalled)} is missing: it stands in {place(stalled[0])}, and {awaited[stalled[0].rank]}"
+        return f"rank {named(stalled)} is missing: it {stands(stalled[0])}{awaited[stalled[0].rank]}"
+    if awaited and all(position.phase == UNKNOWN for position in positions):
+        both = "; ".join(f"rank {rank} {why}" for rank, why in sorted(awaited.items()))
+        return f"ranks {', '.join(map(str, sorted(awaited)))} wait for each other: {both}"
     if awaited:  # they wait for each other: who is furthest has left out what the others wait in
         last = max((position for position in positions if position.rank in awaited), key=order)
         return f"rank {last.rank} is missing: it went on to {place(last)}, and {awaited[last.rank]}"
@@ -136,6 +147,10 @@ def order(position: Position) -> tuple[int, int]:
 
 def place(position: Position) -> str:
     return f"{position.phase} of step {position.step + 1}"
+
+
+def stands(position: Position) -> str:
+    return "" if position.phase == UNKNOWN else f"stands in {place(position)}, and "
 
 
 def named(positions: list[Position]) -> str:

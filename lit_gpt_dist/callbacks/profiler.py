@@ -12,7 +12,7 @@ from lit_gpt_dist.callbacks.recorder import not_training
 
 FOLDER = "trace"
 WARMED_UP = 11  # first step traced where only a number of steps is asked for
-DATA = "lit_gpt_dist.data"  # name of the range in which a rank fetches its batch
+DATA, STEP = "lit_gpt_dist.data", "lit_gpt_dist.step"  # ranges: fetching the batch; everything up to the update's end
 
 
 class StepProfiler(pl.Callback):
@@ -26,17 +26,19 @@ class StepProfiler(pl.Callback):
         self.steps = steps
         parse_profile(steps, 1)
         self._profile: Any = None
-        self._data: Any = None
+        self._range: Any = None
         self._first = self._last = 0
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         self._first, self._last = parse_profile(self.steps, trainer.global_step + WARMED_UP)
+        trainer.fit_loop.epoch_loop.watchers += (lambda: self._begin(DATA),)  # type: ignore[attr-defined]
         self._start_if_due(trainer, module)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        self._end_data()
+        self._begin(STEP)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._end()
         if self._profile is None:
             self._start_if_due(trainer, module)
             return
@@ -44,11 +46,9 @@ class StepProfiler(pl.Callback):
             self._profile.step()  # after the last step it collects and writes
         if trainer.global_step >= self._last or trainer.global_step >= trainer.max_steps:
             self._finish(trainer)
-        else:
-            self._begin_data()
 
     def teardown(self, trainer: pl.Trainer, module: Any, stage: str) -> None:
-        self._end_data()
+        self._end()
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
@@ -66,16 +66,17 @@ class StepProfiler(pl.Callback):
         )
         with not_training(trainer, "profiling"):
             self._profile.start()
-        self._begin_data()
 
-    def _begin_data(self) -> None:
-        self._data = record_function(DATA)
-        self._data.__enter__()
+    def _begin(self, name: str) -> None:
+        self._end()
+        if self._profile is not None:
+            self._range = record_function(name)
+            self._range.__enter__()
 
-    def _end_data(self) -> None:
-        if self._data is not None:
-            self._data.__exit__(None, None, None)
-            self._data = None
+    def _end(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
 
     def _finish(self, trainer: pl.Trainer) -> None:
         with not_training(trainer, "profiling"):
