@@ -67,7 +67,12 @@ class GPTDataModule(lightning.LightningDataModule):
         workers: int | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("context", context), ("val_windows", val_windows), ("val_micro_batch", val_micro_batch)):
+        for name, value in (
+            ("context", context),
+            ("micro_batch", micro_batch),
+            ("val_windows", val_windows),
+            ("val_micro_batch", val_micro_batch),
+        ):
             if value is not None and value < 1:
                 raise UserError(f"{name} {value} is below 1; give a positive number")
         if draw not in get_args(Draw):

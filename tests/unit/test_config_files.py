@@ -8,7 +8,7 @@ import yaml
 from jsonargparse import Namespace
 
 from lit_gpt_dist import fit
-from lit_gpt_dist.data.windows import plan_batch
+from lit_gpt_dist.data.windows import plan_batch, usual_micro
 from lit_gpt_dist.model.config import PRESETS, preset
 from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.module import GPTModule
@@ -63,7 +63,8 @@ def test_config_parses_and_its_model_is_built_with_the_shape_it_tells(path: Path
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_config_divides_its_global_batch_over_one_two_and_four_ranks(path: Path, ranks: int) -> None:
     data = yaml.safe_load(path.read_text())["data"]
-    plan = plan_batch(data["global_batch"], data["micro_batch"], None, ranks)
+    micro_batch = data["micro_batch"] or usual_micro(64, data["global_batch"], None, ranks)
+    plan = plan_batch(data["global_batch"], micro_batch, None, ranks)
     assert plan.accumulate * plan.micro_batch * ranks == data["global_batch"]
 
 
