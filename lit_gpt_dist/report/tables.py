@@ -144,44 +144,30 @@ def curve_lines(comparisons: Sequence[Comparison]) -> Table:
     return Table("One curve?", _CURVE_HEADERS, [_curve_row([c]) for c in comparisons])
 
 
+_ABLATION_HEADERS = ["size", "mode", "cards", "micro × acc", "switched", "tok/s", "without the switch", "change"]
+_ABLATION_HEADERS += ["larger spread", "extra ms a step", "bytes factor expected", "time factor measured"]
+_FACTOR_NOTES = (
+    "Expected: bytes a card sends per step when every micro-batch reduces, over those when only the last does (DDP: the accumulation).",
+    "Measured: (step with the switch − one-card step) ÷ (step without − one-card step): only what compute does not hide.",
+)
+
+
 def ablation_table(found: Sequence[Ablation]) -> Table:
-    headers = [
-        "size",
-        "mode",
-        "cards",
-        "micro × acc",
-        "switched",
-        "tok/s",
-        "without the switch",
-        "change",
-        "extra ms a step",
+    notes = ["A change smaller than the spread of its rounds says nothing."]
+    if any(ablation.expected_factor for ablation in found):
+        notes += _FACTOR_NOTES
+    return Table("Ablations", _ABLATION_HEADERS, [_ablation_row(ablation) for ablation in found], tuple(notes))
+
+
+def _ablation_row(ablation: Ablation) -> list[str]:
+    run = ablation.case.first
+    spreads = [case.spread for case in (ablation.case, ablation.base) if case.spread is not None]
+    return [
+        *(_size(ablation.case), run.mode, str(run.world), f"{run.micro} × {run.accum}", run.variant),
+        *(_speed(ablation.case), _speed(ablation.base), percent(ablation.change, "+.1f")),
+        *(percent(max(spreads, default=None)), number(ablation.extra_ms, "+.2f")),
+        *(number(factor, ".2f", unit="×") for factor in (ablation.expected_factor, ablation.measured_factor)),
     ]
-    headers += ["bytes factor expected", "time factor measured"]
-    rows = []
-    for ablation in found:
-        run = ablation.case.first
-        place = [_size(ablation.case), run.mode, str(run.world), f"{run.micro} × {run.accum}", run.variant]
-        speeds = [
-            _speed(ablation.case),
-            _speed(ablation.base),
-            percent(ablation.change, "+.1f"),
-            number(ablation.extra_ms, "+.2f"),
-        ]
-        rows.append(
-            [
-                *place,
-                *speeds,
-                number(ablation.expected_factor, ".2f", unit="×"),
-                number(ablation.measured_factor, ".2f", unit="×"),
-            ]
-        )
-    notes = (
-        "Expected: bytes a card sends per step when every micro-batch reduces over those when only the last does (DDP: the accumulation).",
-        "Measured: (step with the switch − one-card step) ÷ (step without − one-card step): time, with what is hidden behind compute left out.",
-    )
-    table = Table("Ablations", headers, rows)
-    factors = any(ablation.expected_factor for ablation in found)
-    return Table(table.title, headers, rows, notes if factors else ())
 
 
 def failure_table(cases: Sequence[Case]) -> Table:
