@@ -38,7 +38,7 @@ from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import OptimConfig
 from lit_gpt_dist.parsing import Parser
 from lit_gpt_dist.runs import name_run, run_rank
-from lit_gpt_dist.summary import finish
+from lit_gpt_dist.summary import finish, say_loss
 from lit_gpt_dist.trainer import Trainer
 
 TRAINER_DEFAULTS = dict(
@@ -201,6 +201,8 @@ class TrainingCLI(LightningCLI):
         super()._run_subcommand(subcommand)
         if subcommand == "fit":
             finish(self.trainer, self.options)
+        else:
+            say_loss(self.trainer, chosen["ckpt_path"])
 
 
 def loggers(root: Path, name: str, csv: bool) -> list[Logger]:

@@ -125,8 +125,7 @@ def main(argv: list[str]) -> int:
     check(options)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model, vocabulary = load_for_generation(options.weights, device)
-    sys.stdout.write(options.prompt)
-    for piece in stream_text(
+    pieces = stream_text(
         model,
         vocabulary,
         options.prompt,
@@ -135,7 +134,10 @@ def main(argv: list[str]) -> int:
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
-    ):
+    )
+    first = next(pieces, "")  # a prompt outside the vocabulary fails here, before anything is written
+    sys.stdout.write(options.prompt + first)
+    for piece in pieces:
         sys.stdout.write(piece)
         sys.stdout.flush()
     print()

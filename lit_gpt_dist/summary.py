@@ -79,6 +79,15 @@ def finish(trainer: Any, options: Any) -> None:
         console.print(f"  {command}", soft_wrap=True)
 
 
+def say_loss(trainer: Any, weights: str) -> None:
+    """After ``validate`` and ``test``: the one figure that was asked for, as it can be read by a script too."""
+    if trainer.is_global_zero:
+        loss, perplexity = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "perplexity"))
+        print(
+            f"loss {loss:.4f} nats per token, perplexity {perplexity:.3f}: {weights} on {trainer.datamodule.corpus.name}"
+        )
+
+
 def next_commands(root: Path, weights: Path | None) -> list[str]:
     commands = [
         f"tensorboard --logdir {root}",

@@ -30,7 +30,7 @@ def facts_of(trainer: pl.Trainer) -> dict[str, Any]:
             "kind": vocabulary.kind,
             "size": vocabulary.size,
             "digest": vocabulary.digest,
-            "document": vocabulary.to_dict(),
+            "document": vocabulary.to_json(),  # text: its tokens may be anything, "!" too
         }
     corpus = getattr(data, "corpus", None)
     if corpus is not None:

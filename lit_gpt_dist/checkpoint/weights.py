@@ -107,7 +107,7 @@ def open_checkpoint(folder: Path) -> Weights:
     vocabulary = (document.get("vocabulary") or {}).get("document")
     return Weights(
         config=config_from(document.get("model"), folder),
-        vocabulary=None if vocabulary is None else json.dumps(vocabulary, sort_keys=True, separators=(",", ":")),
+        vocabulary=vocabulary if isinstance(vocabulary, str) else None,
         tensors={name: (kept.properties.dtype, tuple(kept.size)) for name, kept in stored.items()},
         read=read,
         origin={

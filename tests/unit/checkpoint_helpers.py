@@ -33,7 +33,7 @@ def write_checkpoint(root: Path, step: int, run_id: str = "a" * 32, model: GPT |
         "format": layout.FORMAT,
         "run_id": run_id,
         "model": model.config.to_dict(),
-        "vocabulary": {"document": VOCABULARY, "digest": "d", "size": 256, "kind": "byte"},
+        "vocabulary": {"document": json.dumps(VOCABULARY), "digest": "d", "size": 256, "kind": "byte"},
         "lightning": {"global_step": step},
     }
     committed: list[Path] = []
