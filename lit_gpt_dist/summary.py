@@ -75,7 +75,7 @@ def finish(trainer: Any, options: Any) -> None:
     if weights is not None:
         console.print(f"weights      {weights}", soft_wrap=True)
     console.print("next         what to type:", soft_wrap=True)
-    for command in next_commands(root, weights):
+    for command in next_commands(trainer, weights):
         console.print(f"  {command}", soft_wrap=True)
 
 
@@ -88,13 +88,15 @@ def say_loss(trainer: Any, weights: str) -> None:
         )
 
 
-def next_commands(root: Path, weights: Path | None) -> list[str]:
+def next_commands(trainer: Any, weights: Path | None) -> list[str]:
+    """Commands that work as they stand, from the same folder."""
+    root, further = trainer.default_root_dir, 2 * trainer.max_steps
     commands = [
         f"tensorboard --logdir {root}",
-        f"lit-gpt-dist fit --ckpt_path last --trainer.default_root_dir {root} --trainer.max_steps N",
+        f"lit-gpt-dist fit --config {trainer.run_dir / 'config.yaml'} --ckpt_path last --trainer.max_steps {further}",
     ]
     if weights is not None:
-        commands.insert(0, f'lit-gpt-dist generate {weights} --prompt "Once"')
+        commands.insert(0, f"lit-gpt-dist generate {weights}")
     return commands
 
 
