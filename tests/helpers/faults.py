@@ -1,0 +1,31 @@
+"""Faults to plant in a run: ``--trainer.callbacks+=helpers.faults.RaiseAt --trainer.callbacks.rank 1``."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+class RaiseAt(pl.Callback):
+    """Raises on one rank after one step."""
+
+    def __init__(self, rank: int = 1, step: int = 3) -> None:
+        self.rank, self.step = rank, step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == self.step:
+            raise RuntimeError("planted fault: the disk of this rank is on fire")
+
+
+class Linger(pl.Callback):
+    """Slows every step down, and writes down this rank's process id, so that a test can end the run half-way."""
+
+    def __init__(self, folder: str, seconds: float = 0.2) -> None:
+        self.folder, self.seconds = Path(folder), seconds
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        time.sleep(self.seconds)
+        if trainer.global_step == 2:
+            (self.folder / f"pid-{trainer.global_rank}").write_text(str(os.getpid()))
