@@ -226,6 +226,7 @@ def quiet_libraries() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # one line, without a place in the code
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
@@ -140,14 +141,37 @@ class GPTModule(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         assert self.model is not None
-        steps = self.optim.schedule_steps or self.trainer.max_steps
-        lr = self.optim.lr or LEARNING_RATES[self.size]
+        steps, lr = self._schedule_steps, self._peak_lr
         fused = self.optim.fused
         if self.trainer.precision == "16-mixed":
             fused = False  # a fused step unscales gradients by itself, after they were clipped
         optimizer = make_adamw(self.model, lr, self.optim, fused, self.device)
         scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, self.optim, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def _schedule_steps(self) -> int:
+        return self.optim.schedule_steps or self.trainer.max_steps
+
+    @property
+    def _peak_lr(self) -> float:
+        return self.optim.lr or LEARNING_RATES[self.size]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["schedule"] = {"steps": self._schedule_steps, "lr": self._peak_lr}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Says what a resumed run does otherwise than the run it continues."""
+        saved = checkpoint.get("schedule")
+        if not saved or self.trainer.state.fn != "fit":
+            return
+        if saved["steps"] != self._schedule_steps:
+            rank_zero_warn(
+                f"the learning-rate schedule was laid out over {saved['steps']} steps and is over {self._schedule_steps} "
+                f"now, so the rate jumps; --optim.schedule_steps {saved['steps']} keeps it"
+            )
+        if saved["lr"] != self._peak_lr:
+            rank_zero_warn(f"the peak learning rate stays the checkpoint's, {saved['lr']}, not {self._peak_lr}")
 
     # ---- one optimizer step ---------------------------------------------------------------------------------------
 
