@@ -35,21 +35,25 @@ def generate_tokens(
         top_p: only the likeliest tokens that together have this probability (Holtzman et al. 2019).
         vocabulary_size: tokens that mean something, where the model's rows are padded beyond them.
     """
+    was_training = model.training
     model.eval()
     context = model.config.context
     dtype = model.head.weight.dtype
     generator = torch.Generator(prompt.device).manual_seed(seed)
     seen = prompt[-context:].tolist()
     caches, fresh = model.make_caches(1, dtype), seen
-    for _ in range(count):
-        if caches[0].length + len(fresh) > context:
-            fresh = seen[-(context // 2 or 1) :]
-            caches = model.make_caches(1, dtype)
-        logits = model(torch.tensor([fresh], device=prompt.device), caches=caches)[0, -1]  # (V,)
-        token = choose(logits[:vocabulary_size], temperature, top_k, top_p, generator)
-        yield token
-        seen.append(token)
-        fresh = [token]
+    try:
+        for _ in range(count):
+            if caches[0].length + len(fresh) > context:
+                fresh = seen[-(context // 2 or 1) :]
+                caches = model.make_caches(1, dtype)
+            logits = model(torch.tensor([fresh], device=prompt.device), caches=caches)[0, -1]  # (V,)
+            token = choose(logits[:vocabulary_size], temperature, top_k, top_p, generator)
+            yield token
+            seen.append(token)
+            fresh = [token]
+    finally:
+        model.train(was_training)  # a sample in the middle of a run must not switch its dropout off
 
 
 def choose(

@@ -1,6 +1,7 @@
 """A run's name, and the processes of a run: how each ends without leaving others behind. Knows nothing of training."""
 
 import os
+import re
 import sys
 import threading
 import time
@@ -14,6 +15,8 @@ import torch.distributed
 from lit_gpt_dist.callbacks.signals import RunStopped
 from lit_gpt_dist.errors import EXIT_FAILURE, EXIT_USER_ERROR, UserError
 
+# what gloo and NCCL say on the ranks that were talking to one that ended: never the cause
+LOST_PARTNER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process (exited|has terminated)")
 RUN_VARIABLE = "LIT_GPT_DIST_RUN"  # tells the processes that Lightning starts which name the first one chose
 
 
@@ -85,7 +88,7 @@ def run_rank(body: Callable[[], int], children: Callable[[], list]) -> int:
             wait_for(children())
             raise
         code = EXIT_USER_ERROR
-    except Exception:
+    except Exception as error:
         code = EXIT_FAILURE
         first_dead = dead_child(children()) if global_rank() == 0 else None
         if first_dead is not None:
@@ -93,6 +96,8 @@ def run_rank(body: Callable[[], int], children: Callable[[], list]) -> int:
                 f"error: rank {first_dead[0]} ended with exit code {first_dead[1]}; see its message above",
                 file=sys.stderr,
             )
+        elif lost := LOST_PARTNER.search(str(error)):
+            print(f"error on rank {global_rank()}: another rank has ended ({lost[0]})", file=sys.stderr)
         else:
             print(f"error on rank {global_rank()}:\n{traceback.format_exc()}", file=sys.stderr)
     finally:
