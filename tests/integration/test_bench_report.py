@@ -119,10 +119,12 @@ def test_a_bench_stopped_half_way_leaves_no_process_and_goes_on_later(tmp_path, 
         **dict(env={**environment, "PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path, stdout=subprocess.PIPE, text=True),
     )
     results = tmp_path / "b" / "results.jsonl"
-    wait_until(lambda: results.exists() and list((tmp_path / "b").glob("tiny_ddp*/round-0/output.txt")))
-    assert processes_below(tmp_path)
-    bench.send_signal(signal.SIGINT)
-    out, _ = bench.communicate(timeout=60)
+    try:
+        wait_until(lambda: results.exists() and processes_below(tmp_path / "b" / "tiny_ddp_1x16x4"))
+        bench.send_signal(signal.SIGINT)
+        out, _ = bench.communicate(timeout=60)
+    finally:
+        bench.kill()
     assert bench.returncode == 130
     assert "the same command goes on" in out
     wait_until(lambda: not processes_below(tmp_path))
