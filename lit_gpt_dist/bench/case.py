@@ -19,6 +19,7 @@ class Case:
     precision: str | None = None
     recompute: str = "none"
     compile: str | None = None
+    cuda_graph: str | None = None
     context: int | None = None
     shape: tuple[tuple[str, Any], ...] = ()  # model fields that differ from the preset, e.g. (("layers", 48),)
     strategy_options: tuple[tuple[str, Any], ...] = ()  # constructor arguments of the strategy's class
@@ -39,6 +40,7 @@ class Case:
         ]
         parts += [self.precision or "", f"context{self.context}" if self.context else ""]
         parts += ["recompute" if self.recompute != "none" else "", f"compile-{self.compile}" if self.compile else ""]
+        parts += [f"graph-{self.cuda_graph}" if self.cuda_graph else ""]
         parts += [f"{option}-{value}" for option, value in self.strategy_options]
         return "_".join(part for part in parts if part).replace(" ", "-").replace("/", "-").lower()
 
@@ -74,6 +76,7 @@ def fit_arguments(case: Case, setting: Setting, folder: str, tag: str) -> list[s
         "model.context": case.context,
         "model.recompute": case.recompute if case.recompute != "none" else None,
         "model.compile": case.compile,
+        "model.cuda_graph": case.cuda_graph,
         "data.corpus": setting.corpus,
         "data.global_batch": case.global_batch,
         "data.micro_batch": case.micro,

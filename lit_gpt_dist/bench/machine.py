@@ -24,13 +24,11 @@ def find_machine(accelerator: str) -> Machine:
     Raises:
         UserError: GPUs are asked for and there are none, or an unknown accelerator.
     """
-    from lit_gpt_dist.module import GPTModule
     from lit_gpt_dist.parallel import STRATEGIES
 
     return Machine(
         cards=count_cards(accelerator),
         strategy_options={name: _parameters(cls) for name, cls in STRATEGIES.items()},
-        model_options=_parameters(GPTModule),
     )
 
 

@@ -72,7 +72,6 @@ class Machine:
 
     cards: int | None  # None: processes on a CPU, as many as asked for
     strategy_options: dict[str, frozenset[str]]  # strategy: options its class takes
-    model_options: frozenset[str]  # options of `fit --model.*`
 
 
 def expand(matrix: Matrix, machine: Machine) -> Expansion:
@@ -106,7 +105,9 @@ def expand(matrix: Matrix, machine: Machine) -> Expansion:
             micro_here, accumulate_here = split
         else:
             micro_here, accumulate_here = micro, accumulate
-        case = Case(size, strategy, devices, micro_here, accumulate_here, precision, recompute, compiled, context)
+        case = Case(
+            size, strategy, devices, micro_here, accumulate_here, precision, recompute, compiled, context=context
+        )
         why = unable(case, machine)
         if why:
             found.skip(what, why)
@@ -136,8 +137,6 @@ def unable(case: Case, machine: Machine) -> str:
         return f"this machine has {machine.cards} card{'s' if machine.cards != 1 else ''}"
     if case.strategy == "single" and case.devices > 1:
         return "single is one card by definition"
-    if case.compile and "compile" not in machine.model_options:
-        return "this version of `fit` has no option model.compile"
     return ""
 
 
@@ -182,10 +181,15 @@ def _recompute(case: Case, machine: Machine) -> list[Case]:
 
 
 def _compile(case: Case, machine: Machine) -> list[Case]:
-    if "compile" not in machine.model_options:
+    if case.compile == "none":
         return []
-    other: Any = None if case.compile else "true"
-    return [dataclasses.replace(case, compile=other, variant=f"compile {'on' if other else 'off'}")]
+    return [dataclasses.replace(case, compile="none", variant="compile off")]
+
+
+def _cuda_graph(case: Case, machine: Machine) -> list[Case]:
+    if case.cuda_graph == "false":
+        return []
+    return [dataclasses.replace(case, cuda_graph="false", variant="CUDA graph off")]
 
 
 def _precision(case: Case, machine: Machine) -> list[Case]:
@@ -200,6 +204,7 @@ ABLATIONS: dict[str, Callable[[Case, Machine], list[Case]]] = {
     "recompute": _recompute,
     "reshard": _reshard,
     "compile": _compile,
+    "cuda_graph": _cuda_graph,
     "precision": _precision,
 }
 

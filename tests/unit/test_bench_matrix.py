@@ -17,8 +17,8 @@ STRATEGIES = {
     "ddp": frozenset({"bucket_cap_mb", "no_sync"}),
     "fsdp2": frozenset({"reshard_after_forward", "no_sync"}),
 }
-CPU = Machine(None, STRATEGIES, frozenset({"compile"}))
-ONE_CARD = Machine(1, STRATEGIES, frozenset())
+CPU = Machine(None, STRATEGIES)
+ONE_CARD = Machine(1, STRATEGIES)
 
 
 def names(expansion):
@@ -103,7 +103,12 @@ def test_every_ablation_turns_one_switch_of_the_cases_that_have_it():
     assert ("fsdp2", "overlap off") not in variants
     assert ("fsdp2", "reshard_after_forward off") in variants
     assert {v for s, v in variants if v.startswith("bucket")} == {"bucket 1 MB", "bucket 5 MB", "bucket 100 MB"}
-    assert {("ddp", "recompute full"), ("ddp", "compile on"), ("ddp", "precision bf16-mixed")} <= variants
+    assert {
+        ("ddp", "recompute full"),
+        ("ddp", "compile off"),
+        ("ddp", "CUDA graph off"),
+        ("ddp", "precision bf16-mixed"),
+    } <= variants
 
 
 def test_no_sync_needs_accumulation_and_says_so():
