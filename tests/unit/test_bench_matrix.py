@@ -65,11 +65,6 @@ def test_single_on_two_cards_and_strategies_not_there_are_skipped():
     assert {skip.what for skip in found.skipped} == {"tiny single on 2", "tiny hsdp on 2"}
 
 
-def test_compile_is_skipped_where_fit_has_no_such_option():
-    assert not expand(Matrix(strategies=("single",), compile=("true",)), ONE_CARD).cases
-    assert expand(Matrix(strategies=("single",), compile=("true",)), CPU).cases
-
-
 def test_buckets_multiply_only_strategies_that_have_them():
     found = expand(Matrix(strategies=("ddp", "fsdp2"), devices=(2,), bucket_cap_mb=(5.0, 50.0)), CPU)
     assert [c.strategy_options for c in found.cases if c.strategy == "ddp"] == [
