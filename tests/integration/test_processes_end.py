@@ -29,7 +29,10 @@ def test_exception_on_rank_1_ends_the_run_and_is_told_once(launcher: str, text: 
     assert ended.code != 0
     assert time.monotonic() - began < 90, "a collective's timeout was waited for"
     assert ended.text.count("RuntimeError: planted fault: the disk of this rank is on fire") == 1, ended.text
-    assert "Connection closed by peer" not in ended.text, "what followed from the fault hides it"
+    ours = [line for line in ended.err.splitlines() if line.startswith("error")]
+    assert ours[0] == "error on rank 1:", "the rank with the fault tells it, traceback and all"
+    assert len(ours) <= 2, "the other one says in a line that it lost its partner"
+    assert ended.err.count("in run_rank") == 1, "one traceback through our code"
     assert gone_within(PATIENCE_SECONDS, str(tmp_path)), "a process lives on"
 
 
