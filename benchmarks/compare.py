@@ -10,6 +10,7 @@ import statistics
 import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def make_contenders(options: Namespace, trainer: Any, module: Any) -> dict[str, 
     job, device = job_of(trainer, module), module.device
     weights = module.model.state_dict()
     wanted = [name for name in OTHERS if name not in options.without]
-    makers = {
+    makers: dict[str, Callable[[], Contender]] = {
         BARE: lambda: BareStep(trainer, module, job),
         EAGER: lambda: PlainLoop(job, device, weights=weights),
         COMPILED: lambda: PlainLoop(job, device, compiled=True, weights=weights),

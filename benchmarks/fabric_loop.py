@@ -4,6 +4,7 @@
 """
 
 import sys
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -49,7 +50,9 @@ class FabricLoop:
         compile_model(model, resolve_compile("auto", fabric.device, name, job.config.parameters()))
         self.model = fabric.setup_module(model)
         initialize(model, job.seed, assign=fsdp2.assign_shard)
-        self.optimizer = fabric.setup_optimizers(make_adamw(model, job.lr, job.optim, job.optim.fused, fabric.device))
+        self.optimizer: Any = fabric.setup_optimizers(
+            make_adamw(model, job.lr, job.optim, job.optim.fused, fabric.device)
+        )
         self.loss = torch.zeros((), device=fabric.device)  # of this rank's last step
 
     def run(self, steps: int) -> None:
@@ -92,7 +95,7 @@ def main(argv: list[str]) -> int:
     loop = FabricLoop(fabric, job)
     for _ in range(10):
         loop.run(max(1, options.steps // 10))
-        loss = fabric.all_reduce(loop.loss, reduce_op="mean")
+        loss: Any = fabric.all_reduce(loop.loss, reduce_op="mean")
         fabric.print(f"step {loop.step:6d}  loss {float(loss):.4f}")
     return 0
 

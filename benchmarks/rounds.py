@@ -125,9 +125,8 @@ class Rounds(pl.Callback):
     def _tell(self) -> None:
         last = {name: 1000 * t.seconds[-1] / self.steps for name, t in self.timings.items() if t.seconds}
         text = "  ".join(f"{name} {milliseconds:.3f}" for name, milliseconds in last.items())
-        print(
-            f"round {self.done}: {text + '  ms a step' if text else 'warm-up'}", file=sys.__stderr__, flush=True
-        )  # a bar takes sys.stderr for itself
+        line = f"round {self.done}: {text + '  ms a step' if text else 'warm-up'}"
+        print(line, file=sys.__stderr__, flush=True)  # a progress bar takes sys.stderr for itself
 
     def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
         recorder = find_recorder(trainer)
