@@ -124,10 +124,22 @@ def check(options: object) -> None:
             raise UserError(f"{name} {value} must be {bound}")
 
 
+def usable_device(name: str | None) -> torch.device:
+    """The device called ``name``; a GPU if there is one, where it is None."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # a build without CUDA asserts
+        raise UserError(
+            f"device {name} is not a device of this machine; use cpu, or cuda where there is a GPU"
+        ) from error
+    return device
+
+
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     check(options)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = usable_device(options.device)
     model, vocabulary = load_for_generation(options.weights, device)
     pieces = stream_text(
         model,
