@@ -243,7 +243,7 @@ def _wait_for_moment(root: Path, log: Path, processes: list[int], inside: bool, 
         if not wait_for(lambda known=known: unfinished(folder) - known, processes, PATIENCE_SECONDS, 0.0005):
             return False
         seen |= unfinished(folder)
-    time.sleep(dice.uniform(0, 0.03))
+    time.sleep(dice.uniform(0, 0.015))
     return True
 
 

@@ -126,6 +126,7 @@ class Saver:
     def _write(self, job: Job, tensors: dict[str, Tensor], start: float) -> Path:
         """Every rank its part; then rank 0 commits. All ranks succeed or all raise SaveError."""
         temporary: Path | None = None
+        committed: list[Path] = []  # on rank 0
         try:
             temporary = self.ranks.from_first(lambda: _make_temporary(job))
             writer = Writer(temporary, threads=_write_threads())
@@ -137,11 +138,12 @@ class Saver:
                 no_dist=not self.ranks.together,
             )
             written = self.ranks.gather(writer.written)
-            path = self.ranks.from_first(lambda: _commit(job, temporary, written))  # type: ignore[arg-type]
+            path = self.ranks.from_first(lambda: _commit(job, temporary, written, committed))  # type: ignore[arg-type]
         except (CheckpointException, OSError, RuntimeError, ValueError) as error:
             if temporary is not None and self.ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise SaveError(f"checkpoint {job.path} was not saved: {reason(error)}") from error
+            outcome = "was saved, but another rank was lost" if committed else "was not saved"
+            raise SaveError(f"checkpoint {job.path} {outcome}: {reason(error)}") from error
         self.write_seconds.append(time.perf_counter() - start)
         return path
 
@@ -152,11 +154,12 @@ def _make_temporary(job: Job) -> Path:
     return temporary
 
 
-def _commit(job: Job, temporary: Path, written: list[dict[str, dict[str, int]]]) -> Path:
+def _commit(job: Job, temporary: Path, written: list[dict[str, dict[str, int]]], committed: list[Path]) -> Path:
     files = {name: facts for part in written for name, facts in part.items()}
     files[layout.STATE_FILE] = layout.write_durably(temporary / layout.STATE_FILE, job.state_json)
     manifest = layout.Manifest(job.run_id, job.step, time.time(), job.val_loss, files)
     path = layout.commit(temporary, job.path, manifest)
+    committed.append(path)
     if job.after_commit is not None:
         job.after_commit(path)
     return path

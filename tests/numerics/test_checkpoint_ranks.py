@@ -70,13 +70,3 @@ def test_all_ranks_hear_the_same_one_step_later(tmp_path):
     outcome = run("agreement", tmp_path)
     assert outcome["codes"] == [0, 0, 0]
     assert outcome["heard"] == [[0, 0, 0, 0, 2, 0, 0]] * 3
-
-
-@pytest.mark.parametrize("name", ["kill_and_resume.py"])
-def test_the_long_form_shows_its_options(name):
-    script = Path(__file__).parents[2] / "scripts" / name
-    done = subprocess.run(
-        [sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0
-    assert "--kills" in done.stdout
