@@ -64,6 +64,7 @@ def draw(traces: Sequence[RankTrace], path: Path) -> None:
             if begin <= left <= end:
                 axes.plot([(left - begin) / 1000] * 2, [-index - 0.75, -index + 0.15], color="black", linewidth=0.6)
     axes.set_yticks(ticks, labels, fontsize=8)
+    axes.set_xlim(left=0)
     axes.set_xlabel("ms (thin lines: the host begins a step)")
     axes.legend(
         handles=[Patch(color=colour, label=name) for name, colour in COLOURS.items()],
