@@ -16,15 +16,16 @@ from lit_gpt_dist.generate import choose
 
 SAMPLE_TOKENS = 64
 TEMPERATURE = 0.8
+# names are regular expressions; where one is the beginning of another, it ends with $
 LAYOUT: dict[str, dict[str, list]] = {
     "Is it learning?": {
-        "loss": ["Multiline", ["train/loss", "val/loss"]],
+        "loss": ["Multiline", ["train/loss$", "val/loss$"]],
         "perplexity": ["Multiline", ["val/perplexity"]],
         "learning rate": ["Multiline", ["train/lr"]],
         "update / weight": ["Multiline", ["train/update_ratio"]],
     },
     "Is it fast?": {
-        "tokens per second": ["Multiline", ["speed/tokens_per_second"]],
+        "tokens per second": ["Multiline", ["speed/tokens_per_second$"]],
         "step time, ms": ["Multiline", [f"speed/step_ms_p{percent}" for percent in (50, 95, 99)]],
         "MFU": ["Multiline", ["speed/mfu_palm", "speed/mfu_half_attention"]],
         "shares of a step": ["Multiline", [f"speed/step_share_{phase}" for phase in PHASES]],
@@ -34,7 +35,7 @@ LAYOUT: dict[str, dict[str, list]] = {
         "gradient norm": ["Multiline", ["health/grad_norm"]],
         "slowest rank / median": ["Multiline", ["health/slowest_rank_ratio"]],
         "bad steps": ["Multiline", ["health/skipped_steps", "health/rollbacks"]],
-        "memory, GiB": ["Multiline", ["memory/peak_gib", "memory/reserved_gib", "memory/host_gib"]],
+        "memory, GiB": ["Multiline", ["memory/peak_gib$", "memory/reserved_gib$", "memory/host_gib$"]],
     },
 }
 
@@ -129,7 +130,7 @@ def finals(trainer: Any) -> dict[str, float]:
     recorder = find_recorder(trainer)
     known: dict[str, float] = {}
     if "val/loss" in trainer.callback_metrics:
-        known["final/val_loss"] = float(trainer.callback_metrics["val/loss"])
+        known["val/final_loss"] = float(trainer.callback_metrics["val/loss"])
     if recorder is not None and recorder.mean_step_seconds:
-        known["final/tokens_per_second"] = trainer.datamodule.tokens_per_step / recorder.mean_step_seconds
+        known["speed/final_tokens_per_second"] = trainer.datamodule.tokens_per_step / recorder.mean_step_seconds
     return known

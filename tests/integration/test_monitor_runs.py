@@ -62,7 +62,7 @@ def test_events_and_csv_hold_the_same_numbers_at_optimizer_steps(tmp_path: Path)
         "speed/tokens_per_second", "speed/tokens_per_second_per_device", "speed/step_ms_p50", "speed/step_ms_p95",
         "speed/step_ms_p99", "speed/goodput", "speed/run_share_validation", "memory/host_gib", "health/slowest_rank_ratio",
         "speed/step_share_data", "speed/step_share_forward", "speed/step_share_backward", "speed/step_share_optimizer",
-        "speed/step_share_communication", "final/val_loss", "final/tokens_per_second",
+        "speed/step_share_communication", "val/final_loss", "speed/final_tokens_per_second",
     }  # fmt: skip
     loss = events.Scalars("train/loss")
     assert [point.step for point in loss] == [5, 10, 15, 20]  # optimizer steps, although four micro-batches make one
