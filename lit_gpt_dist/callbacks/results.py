@@ -41,13 +41,13 @@ class ResultsWriter(pl.Callback):
         self._append(trainer, module)
 
     def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
-        if isinstance(exception, RunStopped):  # a signal, after the same step on all ranks
-            self._append(trainer, module)
+        if isinstance(exception, RunStopped):  # a signal or a bad step, after the same step on all ranks
+            self._append(trainer, module, str(exception))
 
-    def _append(self, trainer: pl.Trainer, module: Any) -> None:
+    def _append(self, trainer: pl.Trainer, module: Any, stopped: str | None = None) -> None:
         memory = peak_memory(trainer)
         if trainer.is_global_zero:
-            self.line = self._line(trainer, module) | memory
+            self.line = self._line(trainer, module) | memory | {"stopped": stopped}
             path = Path(trainer.default_root_dir) / "results.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
