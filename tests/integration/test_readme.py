@@ -36,10 +36,12 @@ def shortened(command: str) -> list[str] | None:
     else:
         words[:1] = [sys.executable, "-m", "lit_gpt_dist"]
     if "fit" in words or "fit.sh" in words[1]:
-        steps = "4" if "last" in words else "2"
+        steps = "8" if "--profile" in words else "4" if "last" in words else "2"
         return [*words, *SHORTER, "--trainer.max_steps", steps]
     if "validate" in words:
         return [*words, *SHORTER]
+    if "bench" in words:
+        return [*words, "--strategies", "single,ddp", "--devices", "1,2", "--steps", "4", "--rounds", "1"]
     return words
 
 
