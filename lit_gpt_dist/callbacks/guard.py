@@ -62,15 +62,15 @@ class BadStepGuard(pl.Callback):
         self._mean: Tensor | None = None
         self._count = 0
         self._in_a_row = 0
-        self._trainer: Any = None
+        self._scaled = False
 
     # ---- on the device, at every step -----------------------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-        self._trainer = trainer
         device = module.device
         self._found, self._poison = torch.zeros((), device=device), torch.zeros((), device=device)
-        if getattr(trainer.precision_plugin, "scaler", None) is None:  # a gradient scaler skips by itself
+        self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        if not self._scaled:  # a gradient scaler skips by itself, and infinite norms are part of its search
             module.norm_watcher = self._watch
 
     def _watch(self, optimizer: Optimizer, norm: Tensor) -> None:
@@ -104,15 +104,26 @@ class BadStepGuard(pl.Callback):
     # ---- looking at what happened ---------------------------------------------------------------------------------
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        norm = module.gradient_norm if module.gradient_norm is not None else module.step_loss
+        norm = module.step_loss if self._scaled else module.gradient_norm
         self._seen.append((trainer.global_step, module.step_loss, norm, self._flag))
         self._flag = None
-        if self._due(trainer):
+        if self._scaled:
+            self._judge_losses(trainer, module)
+        elif self._due(trainer):
             self._decide(trainer, module)
+
+    def _judge_losses(self, trainer: pl.Trainer, module: Any) -> None:
+        """Under a scaler: only at a reading, for a loss is the same on all ranks once it has been averaged."""
+        recorder = find_recorder(trainer)
+        if recorder is None or recorder.latest is None or recorder.latest.step != trainer.global_step:
+            return
+        means = recorder.losses[-len(self._seen) :]
+        self._seen = [(step, loss, torch.tensor(mean), None) for (step, loss, *_), mean in zip(self._seen, means, strict=True)]
+        self._decide(trainer, module)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         """A save that nobody could foresee, on a signal: never of a state behind a bad step."""
-        if self._seen:
+        if self._seen and not self._scaled:
             self._decide(trainer, module, saving=True)
 
     def _due(self, trainer: pl.Trainer) -> bool:
@@ -153,7 +164,7 @@ class BadStepGuard(pl.Callback):
         losses = strategy.all_gather(loss.detach().float()).reshape(-1).tolist()
         culprits = [str(rank) for rank, value in enumerate(losses) if not math.isfinite(value)]
         where = f" (loss not finite on rank {', '.join(culprits)})" if culprits else ""
-        return f"step {step}: gradient norm {float(norm):.4g}{where}"
+        return f"step {step}: {'loss' if self._scaled else 'gradient norm'} {float(norm):.4g}{where}"
 
     def _note_skips(self, trainer: pl.Trainer, steps: list[int], what: str) -> None:
         self.skipped_steps += steps
