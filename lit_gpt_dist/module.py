@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
+from lit_gpt_dist.checkpoint.start import start_from
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import Activation, GPTConfig, Norm, Positions, preset
 from lit_gpt_dist.model.gpt import GPT
@@ -127,6 +128,8 @@ class GPTModule(pl.LightningModule):
         )
         compile_model(self.model, self.compiled)  # type: ignore[arg-type]
         strategy.place(self.model, self.seed)
+        if self.init_from is not None:
+            start_from(self.model, self.init_from, self.trainer.datamodule.vocabulary)  # type: ignore[attr-defined]
         self.graph_wanted = decide_graph(self.graph_option, self.trainer, self)
 
     def _config_for_corpus(self) -> GPTConfig:

@@ -88,6 +88,33 @@ def test_another_vocabulary_is_refused_at_a_resume_and_nothing_is_overwritten(te
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_a_new_run_starts_from_given_weights_and_refuses_others(text: Path, tmp_path: Path) -> None:
+    fit(text, tmp_path, "--tag", "first", "--trainer.max_steps", "20", "--optim.lr", "3e-3")
+    weights = str(tmp_path / "first" / "weights.safetensors")
+    validated = fit(text, tmp_path, "--tag", "second", "--model.init_from", weights, "--optim.lr", "1e-9")
+    first, second = results(tmp_path)
+    assert second["start"] == 0
+    assert second["val_loss"] == pytest.approx(first["val_loss"], abs=1e-4), validated.text
+    common = [
+        "fit",
+        *SMALL,
+        "--data.corpus",
+        str(text),
+        "--trainer.default_root_dir",
+        str(tmp_path),
+        "--model.init_from",
+    ]
+    for options, words in (
+        (["nowhere"], "nowhere does not exist"),
+        ([weights, "--model.width", "32"], "another shape; give width 64"),
+        ([weights, "--data.tokenizer", "byte"], "another vocabulary"),
+    ):
+        refused = here(*common, *options)
+        assert refused.code == 2, refused.text
+        assert words in refused.err
+        assert len(refused.err.strip().splitlines()) == 1
+
+
 def test_both_launchers_run_two_ranks_on_the_same_curve(text: Path, tmp_path: Path) -> None:
     options = [
         "fit", *SMALL, "--data.corpus", str(text), "--data.global_batch", "16", "--trainer.max_steps", "8", "--export", "false",
