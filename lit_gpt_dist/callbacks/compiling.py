@@ -1,19 +1,18 @@
 """Time that ``torch.compile`` takes inside training, which is not training. Does nothing where nothing is compiled."""
 
 import sys
-import time
 from typing import Any
 
 import lightning.pytorch as pl
 
-from lit_gpt_dist.callbacks.recorder import find_recorder
+from lit_gpt_dist.callbacks.recorder import Pause, find_recorder
 
 
 class CompileTime(pl.Callback):
     """Tells the recorder how long each compilation took."""
 
     def __init__(self) -> None:
-        self._began = 0.0
+        self._pause: Pause | None = None
         self._handler: Any = None
         self._trainer: pl.Trainer | None = None
 
@@ -27,12 +26,13 @@ class CompileTime(pl.Callback):
         callback_handler.register_end_callback(self._end)
 
     def _start(self, *_: Any) -> None:
-        self._began = time.perf_counter()
+        recorder = find_recorder(self._trainer) if self._trainer is not None else None
+        self._pause = recorder.pause_began() if recorder is not None else None
 
     def _end(self, *_: Any) -> None:
         recorder = find_recorder(self._trainer) if self._trainer is not None else None
-        if recorder is not None:
-            recorder.exclude("compile", time.perf_counter() - self._began)
+        if recorder is not None and self._pause is not None:
+            recorder.pause_ended("compile", self._pause)
 
     def teardown(self, trainer: pl.Trainer, module: Any, stage: str) -> None:
         if self._handler is not None:

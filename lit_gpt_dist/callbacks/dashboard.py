@@ -13,6 +13,7 @@ from lit_gpt_dist.callbacks.phases import PHASES, is_sharded
 from lit_gpt_dist.callbacks.recorder import find_recorder, not_training
 from lit_gpt_dist.data.tokenizers import StreamDecoder
 from lit_gpt_dist.generate import choose
+from lit_gpt_dist.parallel.compile import eagerly
 
 SAMPLE_TOKENS = 64
 TEMPERATURE = 0.8
@@ -89,7 +90,7 @@ def sample(trainer: Any, module: Any, count: int) -> str:
     decoder, text = StreamDecoder(vocabulary), []
     gpt.eval()
     try:
-        with torch.no_grad(), trainer.precision_plugin.forward_context():
+        with eagerly(), torch.no_grad(), trainer.precision_plugin.forward_context():  # each length would be compiled
             for _ in range(count):
                 seen = torch.tensor([tokens[-gpt.config.context :]], device=module.device)
                 logits = gpt(seen)[0, -1, : vocabulary.size]

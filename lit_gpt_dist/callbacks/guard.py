@@ -118,7 +118,9 @@ class BadStepGuard(pl.Callback):
         if recorder is None or recorder.latest is None or recorder.latest.step != trainer.global_step:
             return
         means = recorder.losses[-len(self._seen) :]
-        self._seen = [(step, loss, torch.tensor(mean), None) for (step, loss, *_), mean in zip(self._seen, means, strict=True)]
+        self._seen = [
+            (step, loss, torch.tensor(mean), None) for (step, loss, *_), mean in zip(self._seen, means, strict=True)
+        ]
         self._decide(trainer, module)
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -35,6 +35,13 @@ class Reading:
     tokens_per_second: float | None  # all ranks, since the last reading; None while warming up
     step_seconds: float | None
     peak_gib: float | None  # device memory allocated at most since the last reading, this rank; None on a CPU
+
+
+class Pause(NamedTuple):
+    """When it began, and how many seconds of pauses the run had had by then."""
+
+    began: float
+    paused_before: float
 
 
 class Part(Protocol):
@@ -121,14 +128,14 @@ class StepRecorder(pl.Callback):
             self._read(trainer, module, timed=False)
 
     def on_validation_start(self, trainer: pl.Trainer, module: Any) -> None:
-        self._validation_began = time.perf_counter()
+        self._validation_pause = self.pause_began()
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         log_metrics(trainer, values, trainer.global_step)
-        self.exclude("validation", time.perf_counter() - self._validation_began)
+        self.pause_ended("validation", self._validation_pause)
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": self.tokens}
@@ -138,8 +145,14 @@ class StepRecorder(pl.Callback):
 
     # ---- for other callbacks --------------------------------------------------------------------------------------
 
-    def exclude(self, kind: str, seconds: float) -> None:
-        """Takes ``seconds`` just spent on something that is not training out of the speed."""
+    def pause_began(self) -> "Pause":
+        """Something that is not training begins. Pauses may lie within each other."""
+        return Pause(time.perf_counter(), sum(self.paused_seconds.values()))
+
+    def pause_ended(self, kind: str, pause: "Pause") -> None:
+        """Takes the time since ``pause`` out of the speed, less what pauses within it have taken out already."""
+        within = sum(self.paused_seconds.values()) - pause.paused_before
+        seconds = time.perf_counter() - pause.began - within
         self.paused_seconds[kind] = self.paused_seconds.get(kind, 0.0) + seconds
         self._paused_since_mark += seconds
         self.times.begin()
@@ -265,9 +278,10 @@ def find_recorder(trainer: pl.Trainer) -> StepRecorder | None:
 @contextmanager
 def not_training(trainer: pl.Trainer, kind: str) -> Generator[None, None, None]:
     """Around work inside ``fit`` that is not training (saving, sampling): its time leaves the speed alone."""
-    began = time.perf_counter()
+    recorder = find_recorder(trainer)
+    pause = recorder.pause_began() if recorder else None
     try:
         yield
     finally:
-        if recorder := find_recorder(trainer):
-            recorder.exclude(kind, time.perf_counter() - began)
+        if recorder and pause:
+            recorder.pause_ended(kind, pause)
