@@ -135,7 +135,8 @@ class TrainingCLI(LightningCLI):
         check_options(options, self.config["subcommand"])
         limit_device_memory()
         on_gpu = options.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-        options.model.size = options.model.size or ("baby" if on_gpu else "tiny")
+        if not options.model.init_from:  # weights bring their shape
+            options.model.size = options.model.size or ("baby" if on_gpu else "tiny")
         options.trainer.precision = options.trainer.precision or ("bf16-mixed" if on_gpu else "32-true")
         half = str(options.trainer.precision).split("-")[0] in ("16", "bf16")
         options.matmul_precision = options.matmul_precision or ("high" if half else "highest")
@@ -151,7 +152,8 @@ class TrainingCLI(LightningCLI):
         if trainer.max_steps == -1:
             if options.model.size not in STEPS:
                 raise UserError(
-                    f"model size {options.model.size} has no usual number of steps; give --trainer.max_steps"
+                    f"model size {options.model.size or 'of given weights'} has no usual number of steps; "
+                    "give --trainer.max_steps"
                 )
             trainer.max_steps = STEPS[options.model.size]
         if trainer.val_check_interval is None:
@@ -161,7 +163,7 @@ class TrainingCLI(LightningCLI):
         options = self.options
         fitting = self.config["subcommand"] == "fit"
         root = Path(options.trainer.default_root_dir)
-        name = name_run(root, options.tag or "", options.model.size) if fitting else None
+        name = name_run(root, options.tag or "", options.model.size or "custom") if fitting else None
         if options.trainer.logger in (None, True):
             kwargs["logger"] = loggers(root, name, options.monitor.csv) if name else False
         bar = StepBar(options.quiet)

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
-from lit_gpt_dist.checkpoint.start import start_from
+from lit_gpt_dist.checkpoint.initial import load_weights, shape_of_weights
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import Activation, GPTConfig, Norm, Positions, preset
 from lit_gpt_dist.model.gpt import GPT
-from lit_gpt_dist.optim.config import LEARNING_RATES, OptimConfig
+from lit_gpt_dist.optim.config import FINE_TUNING_RATE, LEARNING_RATES, OptimConfig
 from lit_gpt_dist.optim.groups import make_adamw
 from lit_gpt_dist.optim.schedules import lr_factor
 from lit_gpt_dist.parallel.clip import clip_by_global_norm
@@ -60,7 +60,7 @@ class GPTModule(pl.LightningModule):
         cuda_graph: record a whole optimizer step and replay it; by default on GPUs, where it can be.
         optim: AdamW and its schedule.
         seed: of the initial weights and of dropout.
-        init_from: start from these weights (a checkpoint or an export) instead of random ones.
+        init_from: fine-tune these weights: a checkpoint, an export, or a Hugging Face folder; they decide the shape.
     """
 
     def __init__(
@@ -87,12 +87,17 @@ class GPTModule(pl.LightningModule):
         init_from: str | None = None,
     ) -> None:
         super().__init__()
+        self.config: GPTConfig
         self.size = size or ("baby" if torch.cuda.is_available() else "tiny")
         self.shape = dict(
             context=context, vocab_size=vocab_size, layers=layers, heads=heads, kv_heads=kv_heads, width=width,
             ff_width=ff_width, norm=norm, positions=positions, activation=activation, tied=tied, bias=bias, dropout=dropout,
         )  # fmt: skip
-        self.config: GPTConfig = preset(self.size, **self.shape)  # the vocabulary may still come from the corpus
+        if init_from:
+            self.config = shape_of_weights(init_from, size, self.shape)
+            self.size = size or "custom"
+        else:
+            self.config = preset(self.size, **self.shape)  # the vocabulary may still come from the corpus
         self.recompute: Recompute = recompute
         self.compile_option: Compile = compile
         self.compiled: str = "none"  # what ``auto`` came to
@@ -128,13 +133,15 @@ class GPTModule(pl.LightningModule):
         )
         compile_model(self.model, self.compiled)  # type: ignore[arg-type]
         strategy.place(self.model, self.seed)
-        if self.init_from is not None:
-            start_from(self.model, self.init_from, self.trainer.datamodule.vocabulary)  # type: ignore[attr-defined]
+        if self.init_from:
+            load_weights(self.model, self.init_from, self.trainer.datamodule.vocabulary, strategy.assign)  # type: ignore[attr-defined]
         self.graph_wanted = decide_graph(self.graph_option, self.trainer, self)
 
     def _config_for_corpus(self) -> GPTConfig:
         """The preset with a vocabulary: its own if it has one, and that must hold the corpus's; else the corpus's."""
         needed = self.trainer.datamodule.vocabulary.size  # type: ignore[attr-defined]
+        if self.init_from:
+            return self.config  # the vocabulary is compared when the weights are loaded
         fixed = self.shape["vocab_size"] or ("vocab_size" in preset_fields(self.size) and self.config.vocab_size)
         if fixed and fixed < needed:
             raise UserError(
@@ -158,7 +165,7 @@ class GPTModule(pl.LightningModule):
 
     @property
     def _peak_lr(self) -> float:
-        return self.optim.lr or LEARNING_RATES[self.size]
+        return self.optim.lr or LEARNING_RATES.get(self.size, FINE_TUNING_RATE)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["schedule"] = {"steps": self._schedule_steps, "lr": self._peak_lr}

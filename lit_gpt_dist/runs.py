@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed
 
 from lit_gpt_dist.callbacks.signals import RunStopped
-from lit_gpt_dist.errors import EXIT_FAILURE, EXIT_USER_ERROR, UserError
+from lit_gpt_dist.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, UserError
 
 # what gloo and NCCL say on the ranks that were talking to one that ended: never the cause
 LOST_PARTNER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process (exited|has terminated)")
@@ -82,7 +82,8 @@ def run_rank(body: Callable[[], int], children: Callable[[], list]) -> int:
         return code
     except RunStopped as stopped:  # on every rank, after the same step, with everything saved
         leave_together(children())
-        return stopped.exit_code
+        # of a rank that Lightning started, its observer would take any other code for a failure, and kill rank 0
+        return EXIT_OK if started_by_lightning() else stopped.exit_code
     except UserError:
         if global_rank() == 0:
             wait_for(children())

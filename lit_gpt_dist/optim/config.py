@@ -9,6 +9,8 @@ from lit_gpt_dist.errors import UserError
 # table 2.1) for the nearest size.
 LEARNING_RATES = {"tiny": 2e-3, "baby": 1e-3, "gpt2": 6e-4, "big": 2e-4, "gpt2-124m": 6e-4, "4b": 1.6e-4}
 
+FINE_TUNING_RATE = 5e-5  # of weights that come from elsewhere; GPT's own fine-tuning used 6.25e-5 (Radford et al. 2018)
+
 
 @dataclass
 class OptimConfig:

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 
 from lit_gpt_dist.checkpoint.strategy import FolderCheckpoints
 from lit_gpt_dist.errors import UserError
@@ -57,7 +57,11 @@ class DirectSteps(Strategy):
 
     def place(self, model: GPT, seed: int) -> None:
         """Gives the built ``model`` its place on the devices and its initial weights."""
-        initialize(model, seed)
+        initialize(model, seed, self.assign)
+
+    def assign(self, parameter: Tensor, value: Tensor) -> None:
+        """Puts a full CPU ``value`` into a placed parameter."""
+        parameter.copy_(value)
 
 
 class SingleDevice(FolderCheckpoints, DirectSteps, SingleDeviceStrategy):
@@ -201,7 +205,10 @@ class FSDP2(MeshStrategy):
         policy = fsdp2.precision_policy(str(self.precision_plugin.precision))
         fsdp2.shard(model, self.mesh, policy, self.reshard_after_forward)
         model.to_empty(device=self.root_device)
-        initialize(model, seed, assign=fsdp2.assign_shard)
+        initialize(model, seed, self.assign)
+
+    def assign(self, parameter: Tensor, value: Tensor) -> None:
+        fsdp2.assign_shard(parameter, value)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """As ``DDPStrategy.setup``, without wrapping: ``place`` has sharded the model already."""

@@ -106,8 +106,8 @@ def test_a_new_run_starts_from_given_weights_and_refuses_others(text: Path, tmp_
     ]
     for options, words in (
         (["nowhere"], "nowhere does not exist"),
-        ([weights, "--model.width", "32"], "another shape; give width 64"),
-        ([weights, "--data.tokenizer", "byte"], "another vocabulary"),
+        ([weights, "--model.width", "32"], "width is 32, but 64"),
+        ([weights, "--data.tokenizer", "byte"], "is not the corpus's"),
     ):
         refused = here(*common, *options)
         assert refused.code == 2, refused.text
