@@ -166,6 +166,8 @@ class BadStepGuard(pl.Callback):
         losses = strategy.all_gather(loss.detach().float()).reshape(-1).tolist()
         culprits = [str(rank) for rank, value in enumerate(losses) if not math.isfinite(value)]
         where = f" (loss not finite on rank {', '.join(culprits)})" if culprits else ""
+        if not culprits and math.isfinite(float(norm)):
+            where = f", over {self.spike_factor:g} × its running mean"
         return f"step {step}: {'loss' if self._scaled else 'gradient norm'} {float(norm):.4g}{where}"
 
     def _note_skips(self, trainer: pl.Trainer, steps: list[int], what: str) -> None:

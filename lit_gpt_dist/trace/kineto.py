@@ -95,7 +95,9 @@ def device_work(spans: list[dict[str, Any]]) -> tuple[list[Interval], list[Colle
             continue
         name = str(event["name"])
         if event["cat"] == "kernel" and name.lower().startswith("nccl"):
-            collectives.append(Collective(kind_of(name), *interval(event), message_bytes(event.get("args", {}))))
+            arguments = event.get("args", {})
+            kind = kind_of(str(arguments.get("Collective name", name)))  # a generic kernel's name does not tell
+            collectives.append(Collective(kind, *interval(event), message_bytes(arguments)))
         else:
             compute.append(interval(event))
     return compute, collectives

@@ -63,6 +63,19 @@ def test_collectives_are_counted_by_kind_with_their_sizes() -> None:
     assert report.buckets == 2  # the single number is a norm, not a bucket
 
 
+def test_a_generic_kernel_is_told_by_its_arguments() -> None:
+    arguments = {
+        "Collective name": "_reduce_scatter_base",
+        "In msg nelems": 8,
+        "Out msg nelems": 4,
+        "dtype": "BFloat16",
+    }
+    events = [step(1, 0, 100), span("gemm", 0, 90), span("ncclDevKernel_Generic", 90, 100, **arguments)]
+    report = analyse(kineto.parse(events, 0))
+    assert report.kinds["reduce-scatter"].largest == 16
+    assert report.buckets == 1
+
+
 def test_a_trace_without_overlap_is_recognised() -> None:
     events = [step(1, 0, 100), span("gemm", 0, 60), nccl("AllReduce", 60, 100)]
     lines = verdict([analyse(kineto.parse(events, 0))])
