@@ -1,9 +1,13 @@
 """What the comparison makes of its rounds; and that its windows are the Trainer's. Knows nothing of speed."""
 
+import inspect
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks.compare import fit_arguments, number, parse, speed_ratio, summarise
+from benchmarks.fabric_loop import FabricLoop, make_fabric
 from benchmarks.job import Batches, Job
 from benchmarks.rounds import BARE, COMPILED, EAGER, TRAINER, Timing
 from lit_gpt_dist.data.corpus import load_corpus
@@ -69,3 +73,9 @@ def test_the_yardsticks_take_the_trainers_windows(text, rank, ranks, accumulate)
     for step in (0, 7):
         expected = source.batch(step, train).windows
         assert torch.equal(batches.windows(step), expected.long())
+
+
+def test_the_docs_show_the_fabric_loop_as_it_is():
+    page = (Path(__file__).parents[2] / "docs" / "own_loop.md").read_text()
+    assert inspect.getsource(make_fabric) in page
+    assert inspect.getsource(FabricLoop) in page
