@@ -25,6 +25,7 @@ from lit_gpt_dist.model.init import initialize
 from lit_gpt_dist.parallel import fsdp2
 from lit_gpt_dist.parallel.graph import on_side_stream
 from lit_gpt_dist.parallel.mesh import build_mesh, data_coordinate
+from lit_gpt_dist.parallel.restart import join_after_restart, restarts
 
 GRACE_SECONDS = 20  # the process group's own timeout comes after callbacks/hangs.py, which says more
 
@@ -103,6 +104,11 @@ class MeshStrategy(FolderCheckpoints, DirectSteps, DDPStrategy):
         super().__init__(timeout=timedelta(seconds=timeout_seconds + GRACE_SECONDS), **ddp_options)
         self.timeout_seconds = timeout_seconds
         self.no_sync = no_sync
+
+    def setup_distributed(self) -> None:
+        if restarts():
+            join_after_restart(self._get_process_group_backend(), self.root_device, self._timeout)
+        super().setup_distributed()  # leaves a group that exists as it is
 
     def setup_environment(self) -> None:
         super().setup_environment()

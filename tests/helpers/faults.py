@@ -1,6 +1,7 @@
 """Faults to plant in a run: ``--trainer.callbacks+=helpers.faults.RaiseAt --trainer.callbacks.rank 1``."""
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -29,3 +30,15 @@ class Linger(pl.Callback):
         time.sleep(self.seconds)
         if trainer.global_step == 2:
             (self.folder / f"pid-{trainer.global_rank}").write_text(str(os.getpid()))
+
+
+class DieOnce(pl.Callback):
+    """SIGKILL for one rank after a step, unless the ranks were restarted already."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if first and trainer.global_rank == self.rank and trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
