@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_OK
     name = arguments[0]
     if name not in COMMANDS:
-        return complain(f"unknown command {name}{nearest(name, list(COMMANDS))}; `lit-gpt-dist --help` lists them")
+        return complain(f"unknown command {name}{nearest(name, list(COMMANDS))} (`lit-gpt-dist --help` lists them)")
     module = importlib.import_module(COMMANDS[name][0])
     return guarded(module.main, arguments if name in STAGES else arguments[1:])
 

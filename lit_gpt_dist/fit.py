@@ -37,7 +37,7 @@ from lit_gpt_dist.errors import EXIT_OK, UserError
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import OptimConfig
 from lit_gpt_dist.parsing import Parser
-from lit_gpt_dist.runs import name_run, run_rank
+from lit_gpt_dist.runs import global_rank, name_run, run_rank
 from lit_gpt_dist.summary import finish, say_loss
 from lit_gpt_dist.trainer import Trainer
 
@@ -196,6 +196,8 @@ class TrainingCLI(LightningCLI):
         chosen = self.config_init[subcommand]
         if chosen.get("ckpt_path"):
             chosen["ckpt_path"] = find.resolve(chosen["ckpt_path"], root)
+            if subcommand == "fit" and chosen["ckpt_path"] is None and global_rank() == 0 and not self.options.quiet:
+                print(f"no checkpoint in {root} yet: starting from step 0")
         if subcommand != "fit" and not chosen.get("ckpt_path"):
             raise UserError(
                 f"{subcommand} needs weights, and {root} has none; give --ckpt_path last or --ckpt_path PATH"

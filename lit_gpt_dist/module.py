@@ -135,6 +135,8 @@ class GPTModule(pl.LightningModule):
         strategy.place(self.model, self.seed)
         if self.init_from:
             load_weights(self.model, self.init_from, self.trainer.datamodule.vocabulary, strategy.assign)  # type: ignore[attr-defined]
+        if self.trainer.precision == "64-true":
+            self.validation_loss.set_dtype(torch.float64)
         self.graph_wanted = decide_graph(self.graph_option, self.trainer, self)
 
     def _config_for_corpus(self) -> GPTConfig:
