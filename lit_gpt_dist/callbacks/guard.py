@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
 from lit_gpt_dist.callbacks.notices import complain, tell
 from lit_gpt_dist.callbacks.options import Policy
-from lit_gpt_dist.callbacks.recorder import find_recorder, log_metrics
+from lit_gpt_dist.callbacks.recorder import StepRecorder, find_recorder, log_metrics
 from lit_gpt_dist.callbacks.rollback import rollback
 from lit_gpt_dist.callbacks.signals import RunStopped
 from lit_gpt_dist.errors import EXIT_FAILURE, UserError
@@ -63,10 +63,15 @@ class BadStepGuard(pl.Callback):
         self._count = 0
         self._in_a_row = 0
         self._scaled = False
+        self._recorder: StepRecorder | None = None
+        self._save_every: int | None = None
 
     # ---- on the device, at every step -----------------------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self._recorder = find_recorder(trainer)
+        saves = next((c for c in trainer.callbacks if isinstance(c, CheckpointCallback)), None)  # type: ignore[attr-defined]
+        self._save_every = saves.every_n_steps if saves is not None else None
         device = module.device
         self._found, self._poison = torch.zeros((), device=device), torch.zeros((), device=device)
         self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
@@ -114,10 +119,9 @@ class BadStepGuard(pl.Callback):
 
     def _judge_losses(self, trainer: pl.Trainer, module: Any) -> None:
         """Under a scaler: only at a reading, for a loss is the same on all ranks once it has been averaged."""
-        recorder = find_recorder(trainer)
-        if recorder is None or recorder.latest is None or recorder.latest.step != trainer.global_step:
+        if self._recorder is None or not self._was_read(trainer.global_step):
             return
-        means = recorder.losses[-len(self._seen) :]
+        means = self._recorder.losses[-len(self._seen) :]
         self._seen = [
             (step, loss, torch.tensor(mean), None) for (step, loss, *_), mean in zip(self._seen, means, strict=True)
         ]
@@ -129,14 +133,15 @@ class BadStepGuard(pl.Callback):
             self._decide(trainer, module, saving=True)
 
     def _due(self, trainer: pl.Trainer) -> bool:
-        recorder, step = find_recorder(trainer), trainer.global_step
-        if step >= trainer.max_steps or (recorder is not None and recorder.latest and recorder.latest.step == step):
-            return True
-        saves = next((c for c in trainer.callbacks if isinstance(c, CheckpointCallback)), None)  # type: ignore[attr-defined]
-        if saves is not None and saves.every_n_steps and step % saves.every_n_steps == 0:
+        step = trainer.global_step
+        if step >= trainer.max_steps or self._was_read(step) or (self._save_every and step % self._save_every == 0):
             return True
         loop = trainer.fit_loop
         return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))  # type: ignore[arg-type]
+
+    def _was_read(self, step: int) -> bool:
+        latest = self._recorder.latest if self._recorder is not None else None
+        return latest is not None and latest.step == step
 
     def _decide(self, trainer: pl.Trainer, module: Any, saving: bool = False) -> None:
         """Reads the norms since the last look (waits for the device) and acts on the first bad one."""
