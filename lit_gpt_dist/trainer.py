@@ -1,6 +1,6 @@
 """Lightning's Trainer where it needs a little more: our strategies behind ``auto``, a run folder, no sync per step."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,33 +10,22 @@ import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import RunningStage
 
 from lit_gpt_dist.parallel import SingleDevice
 
 NOTHING = nullcontext()
-STEP_HOOKS = (  # of callbacks, called once a step or oftener
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
 
 
 class StepLoop(_TrainingEpochLoop):
-    """The training loop without a broadcast before every batch, and without calls that do nothing.
+    """The training loop without a broadcast before every batch.
 
     Lightning 2.6 shares a SIGTERM flag by a broadcast and an ``item()`` per batch, which makes the CPU wait for the GPU at
     each step. ``callbacks/signals.py`` agrees on signals in its own way.
     """
 
     watchers: tuple[Callable[[], None], ...] = ()  # called before a step's batch is asked for
-
-    def on_run_start(self, data_fetcher: Any) -> None:
-        super().on_run_start(data_fetcher)
-        leave_out_empty_hooks(self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def advance(self, data_fetcher: Any) -> None:
         for watcher in self.watchers:
@@ -54,6 +43,14 @@ class NoProfiler(PassThroughProfiler):
         return NOTHING
 
 
+class NoSignals(_SignalConnector):
+    """Leaves signals alone. Lightning's handlers talk on the device from within the handler, at no agreed point;
+    ``callbacks/signals.py`` watches instead."""
+
+    def register_signal_handlers(self) -> None:
+        pass
+
+
 class Trainer(pl.Trainer):
     """``lightning.Trainer`` with this project's strategies. All its options are Lightning's."""
 
@@ -64,6 +61,7 @@ class Trainer(pl.Trainer):
         ):
             strategy = SingleDevice()
         super().__init__(*args, strategy=strategy, **kwargs)
+        self._signal_connector = NoSignals(self)
         self.fit_loop.epoch_loop = StepLoop(self, self.min_steps, self.max_steps)
         if type(self.profiler) is PassThroughProfiler:  # type: ignore[has-type]
             self.profiler = NoProfiler()
@@ -77,14 +75,6 @@ class Trainer(pl.Trainer):
     @training.setter
     def training(self, value: bool) -> None:
         pl.Trainer.training.fset(self, value)  # type: ignore[attr-defined]
-
-
-def leave_out_empty_hooks(callbacks: Iterable[pl.Callback]) -> None:
-    """Lightning skips a hook that is not callable: so are, from now on, those of a step that a callback leaves empty."""
-    for callback in callbacks:
-        for name in STEP_HOOKS:
-            if getattr(getattr(callback, name), "__func__", None) is getattr(pl.Callback, name):
-                setattr(callback, name, None)
 
 
 def wants_one_device(accelerator: Any, devices: Any, num_nodes: int) -> bool:

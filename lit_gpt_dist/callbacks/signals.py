@@ -48,8 +48,6 @@ class SignalCallback(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" or threading.current_thread() is not threading.main_thread():
             return
-        # Lightning's handlers communicate on the device from within the handler, at no agreed point
-        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         self.watch = SignalWatch(lambda code: _end_at_once(trainer, code))
         self.watch.start()
 

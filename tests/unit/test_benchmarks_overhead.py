@@ -5,7 +5,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.trainer.states import RunningStage
 
-from lit_gpt_dist.trainer import NoProfiler, Trainer, leave_out_empty_hooks
+from lit_gpt_dist.trainer import NoProfiler, Trainer
 from tests.helpers.training import Run, build
 
 
@@ -14,15 +14,6 @@ class EndOnly(pl.Callback):
 
     def on_train_batch_end(self, *args: object) -> None:
         self.calls += 1
-
-
-def test_only_empty_hooks_are_left_out():
-    end_only, by_lambda = EndOnly(), LambdaCallback(on_before_backward=lambda *_: None)
-    for _ in range(2):  # twice: an epoch that starts again finds them left out already
-        leave_out_empty_hooks([end_only, by_lambda])
-    assert callable(end_only.on_train_batch_end)
-    assert end_only.on_before_backward is None
-    assert callable(by_lambda.on_before_backward)
 
 
 def test_hooks_that_do_something_are_called_at_every_step(tmp_path):
