@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.ranks import on_ranks
 
 from benchmarks.fabric_loop import FabricLoop, make_fabric
 from benchmarks.job import Job
 from benchmarks.plain_loop import PlainLoop
 from lit_gpt_dist.data.corpus import load_corpus
 from lit_gpt_dist.model.config import preset
-from tests.helpers.ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6

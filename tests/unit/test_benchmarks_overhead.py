@@ -1,12 +1,12 @@
 """What the Trainer leaves out of every step changes nothing that a callback or a user can see."""
 
 import lightning.pytorch as pl
+from helpers.training import Run, build
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.trainer.states import RunningStage
 
 from lit_gpt_dist.trainer import NoProfiler, Trainer
-from tests.helpers.training import Run, build
 
 
 class EndOnly(pl.Callback):
