@@ -109,23 +109,29 @@ class PhaseSampler(pl.Callback):
     # ---- part of a reading ----------------------------------------------------------------------------------------
 
     def measure(self, trainer: pl.Trainer, module: Any) -> Sequence[float]:
-        """Number of samples, and the mean seconds of each phase."""
+        """Number of samples, the mean seconds of each phase, and the least seconds of data and of compute.
+
+        The least, since what makes a rank a straggler slows every one of its steps, and a busy machine some.
+        """
         if self._samples and module.device.type == "cuda":
             self._samples[-1].marks[-1][1].synchronize()  # the reading waits for more than this at once
         samples, self._samples = self._samples, []
         assert self._clock is not None or not samples
         parts = [phase_seconds(sample, self._clock) for sample in samples if self._clock]
         means = [sum(part[name] for part in parts) / len(parts) if parts else 0.0 for name in PHASES]
-        return [len(parts), *means]
+        data = min((part["data"] for part in parts), default=0.0)
+        compute = min((part["forward"] + part["backward"] for part in parts), default=0.0)
+        return [len(parts), *means, data, compute]
 
     def report(self, trainer: pl.Trainer, module: Any, rows: list[list[float]]) -> dict[str, float]:
         """Shares of rank 0's step, and how far the slowest rank is behind the median."""
         if not all(row[0] for row in rows):
             return {}
-        own = dict(zip(PHASES, rows[0][1:], strict=True))
+        own = dict(zip(PHASES, rows[0][1 : 1 + len(PHASES)], strict=True))
         total = sum(own.values())
         values = {f"speed/step_share_{name}": seconds / total for name, seconds in own.items() if total > 0}
-        work = [Work(row[1], row[2] + row[3], row[4]) for row in rows]
+        waited = 1 + PHASES.index("communication")
+        work = [Work(data=row[-2], compute=row[-1], waiting=row[waited]) for row in rows]
         return values | self.stragglers.judge(trainer, work)
 
 

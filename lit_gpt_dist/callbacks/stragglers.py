@@ -21,7 +21,7 @@ TIMES = 3  # in a row, before a rank is named
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank did in its sampled steps, mean seconds of each."""
+    """What one rank did in its sampled steps: the least seconds of data and of compute, the mean of waiting."""
 
     data: float
     compute: float
