@@ -14,3 +14,11 @@ class UserError(ValueError):
 
     The command line prints it without a traceback and exits with ``EXIT_USER_ERROR``.
     """
+
+
+class RunStopped(Exception):
+    """Training ended on a signal, after saving, on every rank alike. ``exit_code`` is what the process should end with."""
+
+    def __init__(self, exit_code: int, step: int) -> None:
+        super().__init__(f"stopped by a signal after step {step}, which was saved")
+        self.exit_code = exit_code

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch.distributed
 
-from lit_gpt_dist.callbacks.signals import RunStopped
-from lit_gpt_dist.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, UserError
+from lit_gpt_dist.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, RunStopped, UserError
 
 # what gloo and NCCL say on the ranks that were talking to one that ended: never the cause
 LOST_PARTNER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process (exited|has terminated)")

@@ -92,7 +92,7 @@ def next_commands(trainer: Any, weights: Path | None) -> list[str]:
     """Commands that work as they stand, from the same folder."""
     root, further = trainer.default_root_dir, 2 * trainer.max_steps
     commands = [
-        f"tensorboard --logdir {root}",
+        f"tensorboard --logdir {root}   # the page Custom Scalars is the dashboard",
         f"lit-gpt-dist fit --config {trainer.run_dir / 'config.yaml'} --ckpt_path last --trainer.max_steps {further}",
     ]
     if weights is not None:

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_gpt_dist.callbacks.recorder import not_training
 from lit_gpt_dist.checkpoint import find, interval, retention
 from lit_gpt_dist.checkpoint import format as layout
 from lit_gpt_dist.checkpoint.retention import Keep
@@ -139,7 +140,6 @@ class CheckpointCallback(Callback):
             val_loss=self._val_loss[1] if measured else None,  # type: ignore[index]
             after_commit=functools.partial(self._after_commit, run_id=strategy.run_id),
         )
-        from lit_gpt_dist.callbacks.recorder import not_training  # here: the recorder imports this package's callbacks
 
         start = time.perf_counter()
         with not_training(trainer, "saving"):
@@ -162,7 +162,7 @@ class CheckpointCallback(Callback):
     def _log_cost(self, trainer: pl.Trainer, step: int) -> None:
         if trainer.is_global_zero:
             for logger in trainer.loggers:
-                logger.log_metrics({"checkpoint/blocked_seconds": self.blocked_seconds[-1]}, step=step)
+                logger.log_metrics({"speed/checkpoint_blocked_seconds": self.blocked_seconds[-1]}, step=step)
 
 
 def _folder(trainer: pl.Trainer) -> Path:

@@ -18,8 +18,7 @@ from lit_gpt_dist.callbacks.notices import complain, tell
 from lit_gpt_dist.callbacks.options import Policy
 from lit_gpt_dist.callbacks.recorder import StepRecorder, find_recorder, log_metrics
 from lit_gpt_dist.callbacks.rollback import rollback
-from lit_gpt_dist.callbacks.signals import RunStopped
-from lit_gpt_dist.errors import EXIT_FAILURE, UserError
+from lit_gpt_dist.errors import EXIT_FAILURE, RunStopped, UserError
 
 SKIPS_IN_A_ROW = 50  # so many, and nothing is learned any more: stop
 MEMORY = 0.98  # of the running mean of gradient norms

@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lit_gpt_dist.callbacks.position import Position, flight_dump, take_position, who_is_missing
-from lit_gpt_dist.errors import EXIT_FAILURE
+from lit_gpt_dist.errors import EXIT_FAILURE, RunStopped
 
 LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 8.0  # all ranks notice within a second of each other, unless one is gone
@@ -99,8 +99,6 @@ class HangWatch(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
         """A collective that failed by itself, as gloo's do: the others may still answer who was missing."""
-        from lit_gpt_dist.callbacks.signals import RunStopped
-
         if self._reported:  # what broke now broke because the run is being ended
             os._exit(EXIT_FAILURE)
         self._stop.set()

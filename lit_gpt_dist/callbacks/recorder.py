@@ -20,6 +20,7 @@ from lit_gpt_dist.callbacks.memory import PeakMemory
 from lit_gpt_dist.callbacks.notices import Once
 from lit_gpt_dist.callbacks.step_times import StepTimes, percentiles
 from lit_gpt_dist.callbacks.utilization import no_mfu_reason, utilization
+from lit_gpt_dist.errors import RunStopped
 
 GIB = 2**30
 
@@ -122,8 +123,6 @@ class StepRecorder(pl.Callback):
             self._read(trainer, module, timed=False)
 
     def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
-        from lit_gpt_dist.callbacks.signals import RunStopped  # here: saving imports this module, and signals save
-
         if self._filled and isinstance(exception, RunStopped):
             self._read(trainer, module, timed=False)
 

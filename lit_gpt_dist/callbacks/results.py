@@ -18,8 +18,8 @@ import torch
 from lit_gpt_dist.callbacks.device import device_name
 from lit_gpt_dist.callbacks.memory import most_resident_bytes
 from lit_gpt_dist.callbacks.recorder import GIB, find_recorder
-from lit_gpt_dist.callbacks.signals import RunStopped
 from lit_gpt_dist.callbacks.utilization import utilization
+from lit_gpt_dist.errors import RunStopped
 
 
 class ResultsWriter(pl.Callback):

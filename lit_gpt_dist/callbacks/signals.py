@@ -21,20 +21,12 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
-from lit_gpt_dist.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
+from lit_gpt_dist.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, RunStopped
 
 CONTINUE, REQUEUE, INTERRUPT, SAVE_FAILED = 0, 1, 2, 3  # the largest that any rank wants is what all do
 WANTED = {signal.SIGTERM: REQUEUE, signal.SIGUSR1: REQUEUE, signal.SIGINT: INTERRUPT}
 EXIT_CODES = {REQUEUE: EXIT_REQUEUE, INTERRUPT: EXIT_INTERRUPTED}
 ECHO_SECONDS = 1.0  # launchers pass signals on: the same one again within this time is no second request
-
-
-class RunStopped(Exception):
-    """Training ended on a signal, after saving. ``exit_code`` is what the process should end with."""
-
-    def __init__(self, exit_code: int, step: int) -> None:
-        super().__init__(f"stopped by a signal after step {step}, which was saved")
-        self.exit_code = exit_code
 
 
 class SignalCallback(Callback):

@@ -11,14 +11,14 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
-from lit_gpt_dist.callbacks.signals import RunStopped, SignalCallback
+from lit_gpt_dist.callbacks.signals import SignalCallback
 from lit_gpt_dist.checkpoint import find
 from lit_gpt_dist.checkpoint import format as layout
 from lit_gpt_dist.checkpoint.codec import NotStorableError
 from lit_gpt_dist.checkpoint.saver import SaveError
 from lit_gpt_dist.checkpoint.strategy import SaveOptions
 from lit_gpt_dist.data.datamodule import GPTDataModule
-from lit_gpt_dist.errors import EXIT_REQUEUE, UserError
+from lit_gpt_dist.errors import EXIT_REQUEUE, RunStopped, UserError
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import OptimConfig
 from lit_gpt_dist.trainer import Trainer
