@@ -24,6 +24,9 @@ def check_options(options: Namespace, stage: str) -> None:
     Raises:
         UserError: value, rule and remedy.
     """
+    for group in ("trainer", "model", "data"):
+        if not isinstance(options.get(group), Namespace):
+            raise UserError(f"{group} {options.get(group)!r} is not a group of options; give {group}: {{NAME: VALUE}}")
     trainer = options.trainer
     check_strategy(trainer.strategy)
     check_size(options.model.size)

@@ -53,6 +53,8 @@ def guarded(command: Callable[[list[str]], int], arguments: list[str]) -> int:
         return complain(str(mistake))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        return complain(f"{error.filename}: {error.strerror}; give another path")
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK

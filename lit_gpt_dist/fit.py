@@ -65,7 +65,22 @@ class RunConfig(SaveConfigCallback):
     def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
         trainer.run_dir.mkdir(parents=True, exist_ok=True)
         path = trainer.run_dir / self.config_filename
-        self.parser.save(self.config, str(path), skip_none=False, overwrite=True, multifile=self.multifile)
+        self.parser.save(
+            from_anywhere(self.config), str(path), skip_none=False, overwrite=True, multifile=self.multifile
+        )
+
+
+def from_anywhere(options: Namespace) -> Namespace:
+    """The options with whole paths, and the checkpoint that ``last`` meant: the file must run again from any folder."""
+    kept = options.clone()
+    kept.trainer.default_root_dir = str(Path(kept.trainer.default_root_dir).resolve())
+    for group, name in (("data", "corpus"), ("model", "init_from")):
+        value = kept[group].get(name)
+        if value and Path(value).exists():
+            kept[group][name] = str(Path(value).resolve())
+    if kept.get("ckpt_path") and Path(kept.ckpt_path).exists():
+        kept.ckpt_path = str(Path(kept.ckpt_path).resolve())
+    return kept
 
 
 class TrainingCLI(LightningCLI):
@@ -195,7 +210,7 @@ class TrainingCLI(LightningCLI):
         root = Path(self.trainer.default_root_dir)
         chosen = self.config_init[subcommand]
         if chosen.get("ckpt_path"):
-            chosen["ckpt_path"] = find.resolve(chosen["ckpt_path"], root)
+            chosen["ckpt_path"] = self.options.ckpt_path = find.resolve(chosen["ckpt_path"], root)
             if subcommand == "fit" and chosen["ckpt_path"] is None and global_rank() == 0 and not self.options.quiet:
                 print(f"no checkpoint in {root} yet: starting from step 0")
         if subcommand != "fit" and not chosen.get("ckpt_path"):

@@ -1,5 +1,6 @@
 """``lit-gpt-dist generate``: text from a checkpoint or an export, token by token, on one device."""
 
+import argparse
 import sys
 from collections.abc import Iterator
 
@@ -116,12 +117,19 @@ def parser() -> ToolParser:
     return options
 
 
-def check(options: object) -> None:
-    for name, low, high in (("tokens", 0, None), ("temperature", 0, None), ("top_k", 1, None), ("top_p", 0, 1)):
-        value = getattr(options, name)
-        if value is not None and (value < low or (high is not None and value > high)):
-            bound = f"between {low} and {high}" if high is not None else f"at least {low}"
-            raise UserError(f"{name} {value} must be {bound}")
+def check(options: argparse.Namespace) -> None:
+    """Raises UserError where sampling cannot be done so."""
+
+    def demand(name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise UserError(f"{name} {getattr(options, name)} must be {rule}")
+
+    temperature, top_p, top_k = options.temperature, options.top_p, options.top_k
+    demand("tokens", options.tokens >= 0, "at least 0")
+    demand("temperature", temperature == 0 or 1e-3 <= temperature <= 1e3, "0, or between 0.001 and 1000")
+    demand("top_k", top_k is None or top_k >= 1, "at least 1")
+    demand("top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1")
+    demand("seed", 0 <= options.seed < 2**63, "between 0 and 2^63 - 1")
 
 
 def usable_device(name: str | None) -> torch.device:

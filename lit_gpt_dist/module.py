@@ -109,6 +109,7 @@ class GPTModule(pl.LightningModule):
         self.init_from = init_from
         self.model: GPT | None = None
         self.step_loss: Tensor | None = None  # mean loss of this rank's last step, a scalar on the device
+        self.continued_run: str | None = None  # the folder of the run whose checkpoint was loaded
         self.gradient_norm: Tensor | None = None  # before clipping, over all ranks
         self.norm_watcher: Callable[[Optimizer, Tensor], None] | None = None  # told each norm before the update
         self.validation_loss = MeanMetric()
@@ -153,7 +154,7 @@ class GPTModule(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         assert self.model is not None
-        steps, lr = self._schedule_steps, self._peak_lr
+        steps, lr = self.schedule_steps, self._peak_lr
         fused = self.optim.fused
         if self.trainer.precision == "16-mixed":
             fused = False  # a fused step unscales gradients by itself, after they were clipped
@@ -162,7 +163,7 @@ class GPTModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @property
-    def _schedule_steps(self) -> int:
+    def schedule_steps(self) -> int:
         return self.optim.schedule_steps or self.trainer.max_steps
 
     @property
@@ -170,16 +171,18 @@ class GPTModule(pl.LightningModule):
         return self.optim.lr or LEARNING_RATES.get(self.size, FINE_TUNING_RATE)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["schedule"] = {"steps": self._schedule_steps, "lr": self._peak_lr}
+        checkpoint["run"] = str(getattr(self.trainer, "run_dir", ""))
+        checkpoint["schedule"] = {"steps": self.schedule_steps, "lr": self._peak_lr}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Says what a resumed run does otherwise than the run it continues."""
+        self.continued_run = str(checkpoint.get("run") or "") or None
         saved = checkpoint.get("schedule")
         if not saved or self.trainer.state.fn != "fit":
             return
-        if saved["steps"] != self._schedule_steps:
+        if saved["steps"] != self.schedule_steps:
             rank_zero_warn(
-                f"the learning-rate schedule was laid out over {saved['steps']} steps and is over {self._schedule_steps} "
+                f"the learning-rate schedule was laid out over {saved['steps']} steps and is over {self.schedule_steps} "
                 f"now, so the rate jumps; --optim.schedule_steps {saved['steps']} keeps it"
             )
         if saved["lr"] != self._peak_lr:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed
 
+from lit_gpt_dist.checkpoint.saver import SaveError
 from lit_gpt_dist.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, RunStopped, UserError
 
 # what gloo and NCCL say on the ranks that were talking to one that ended: never the cause
@@ -88,6 +89,10 @@ def run_rank(body: Callable[[], int], children: Callable[[], list]) -> int:
             wait_for(children())
             raise
         code = EXIT_USER_ERROR
+    except SaveError as failed:  # on every rank alike, with all that there is to say
+        code = EXIT_FAILURE
+        if global_rank() == 0:
+            print(f"error: {failed}; training ended, earlier checkpoints stand (--ckpt_path last)", file=sys.stderr)
     except Exception as error:
         code = EXIT_FAILURE
         first_dead = dead_child(children()) if global_rank() == 0 else None

@@ -1,5 +1,6 @@
 """What a run says when it starts and when it ends. Rank 0's terminal only."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,23 @@ def start_lines(trainer: Any, module: Any) -> list[str]:
     """Everything that decides the loss curve and the speed, before the first step."""
     config, plan, strategy = module.config, trainer.datamodule.plan, trainer.strategy
     shape = f"{config.layers} layers, {config.heads} heads, width {config.width}, context {config.context}"
-    tokens = plan.global_batch * config.context
+    tokens, context = trainer.datamodule.tokens_per_step, trainer.datamodule.context
     ranks = f"{plan.ranks} rank" + ("s" if plan.ranks > 1 else "")
     lines = [
         f"model    {module.size}: {count(config.parameters())} parameters ({shape}, vocabulary {config.vocab_size})",
         f"data     {trainer.datamodule.describe_corpus()}",
         f"batch    global {plan.global_batch} = micro {plan.micro_batch} × accumulate {plan.accumulate} × {ranks}; "
-        f"{tokens:,} tokens per step",
+        f"{tokens:,} tokens per step" + (f" (windows of {context})" if context != config.context else ""),
         f"machine  {trainer.world_size} × {device_name(module.device)}, {strategy.name}, {trainer.precision}"
         + (", recompute full" if module.recompute == "full" else "")
         + (f", compiled {module.compiled}" if module.compiled != "none" else "")
         + (", steps in a CUDA graph" if module.graph_wanted else ""),
         f"run      {trainer.run_dir}: {trainer.max_steps - trainer.global_step:,} steps"
-        + (f" from step {trainer.global_step:,}" if trainer.global_step else ""),
+        + (
+            f" from step {trainer.global_step:,} of {module.continued_run or 'an earlier run'}"
+            if trainer.global_step
+            else ""
+        ),
     ]
     return lines
 
@@ -66,6 +71,11 @@ def finish(trainer: Any, options: Any) -> None:
     if not trainer.is_global_zero:
         return
     console = Console(highlight=False, quiet=options.quiet)
+    if not any(callback.line for callback in trainer.callbacks if isinstance(callback, ResultsWriter)):
+        console.print(
+            f"nothing to do: the checkpoint is at step {trainer.global_step:,}, and --trainer.max_steps {trainer.max_steps:,} is reached"
+        )
+        return
     console.print(end_table(trainer))
     root = Path(trainer.default_root_dir)
     weights = export_weights(trainer) if options.export else None
@@ -90,25 +100,37 @@ def say_loss(trainer: Any, weights: str) -> None:
 
 def next_commands(trainer: Any, weights: Path | None) -> list[str]:
     """Commands that work as they stand, from the same folder."""
-    root, further = trainer.default_root_dir, 2 * trainer.max_steps
     commands = [
-        f"tensorboard --logdir {root}   # the page Custom Scalars is the dashboard",
-        f"lit-gpt-dist fit --config {trainer.run_dir / 'config.yaml'} --ckpt_path last --trainer.max_steps {further}",
+        f"tensorboard --logdir {shlex.quote(str(trainer.default_root_dir))}   # Custom Scalars is the dashboard"
     ]
     if weights is not None:
-        commands.insert(0, f"lit-gpt-dist generate {weights}")
+        commands.insert(0, f"lit-gpt-dist generate {shlex.quote(str(weights))}")
+    saved = last_checkpoint(trainer)
+    if saved is not None:  # named, not `last`: another run may save under the same root; the schedule stays as it was
+        schedule = trainer.lightning_module.schedule_steps
+        commands.append(
+            f"lit-gpt-dist fit --config {shlex.quote(str(trainer.run_dir / 'config.yaml'))} --ckpt_path {shlex.quote(str(saved))} "
+            f"--trainer.max_steps {2 * trainer.max_steps} --optim.schedule_steps {schedule}"
+        )
     return commands
+
+
+def last_checkpoint(trainer: Any) -> Path | None:
+    """The checkpoint that this run committed last; on rank 0."""
+    from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
+
+    return next((c.last_path for c in trainer.callbacks if isinstance(c, CheckpointCallback)), None)
 
 
 def export_weights(trainer: Any) -> Path | None:
     """One safetensors file in the run's folder, from the checkpoint that ``fit`` has just committed."""
-    from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
     from lit_gpt_dist.checkpoint.export import export_checkpoint
+    from lit_gpt_dist.checkpoint.weights import RUN_WEIGHTS_FILE
 
-    saved = next((c.last_path for c in trainer.callbacks if isinstance(c, CheckpointCallback)), None)
+    saved = last_checkpoint(trainer)
     if saved is None:
         return None
-    target = trainer.run_dir / "weights.safetensors"
+    target = trainer.run_dir / RUN_WEIGHTS_FILE
     export_checkpoint(saved, target)
     return target
 

@@ -111,7 +111,7 @@ def hyperparameters(trainer: Any, module: Any) -> dict[str, Any]:
     return {
         "size": module.size,
         "parameters": module.config.parameters(),
-        "context": module.config.context,
+        "context": trainer.datamodule.context,
         "strategy": trainer.strategy.name,
         "ranks": trainer.world_size,
         "precision": str(trainer.precision),

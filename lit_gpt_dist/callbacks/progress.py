@@ -3,6 +3,8 @@
 Does not synchronise or communicate: it shows the recorder's last reading.
 """
 
+import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -45,14 +47,19 @@ class StepBar(ProgressBar):
         self.quiet = False
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        if not self.quiet:
+        if self.quiet:
+            return
+        try:
             (self._progress.console if self._progress else self.console).print(*args, **kwargs)
+        except (BrokenPipeError, SystemExit):  # rich ends the process when whoever read along has gone; the run goes on
+            self.quiet = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.quiet or not trainer.is_global_zero:
             return
         for line in start_lines(trainer, module):
-            self.console.print(line, soft_wrap=True)
+            self.print(line, soft_wrap=True)
         if not self.console.is_terminal:
             return
         self._progress = Progress(
@@ -80,9 +87,7 @@ class StepBar(ProgressBar):
         elif reading is not None and reading.step != self._printed_step:
             self._printed_step = reading.step
             left = time_left(reading, trainer.max_steps)
-            self.console.print(
-                f"step {reading.step}/{trainer.max_steps}  {describe(reading, trainer)}{left}", soft_wrap=True
-            )
+            self.print(f"step {reading.step}/{trainer.max_steps}  {describe(reading, trainer)}{left}", soft_wrap=True)
 
     def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
         self._close()

@@ -243,7 +243,7 @@ class StepRecorder(pl.Callback):
 
 
 def tokens_per_step(trainer: Any, module: Any) -> int:
-    return trainer.datamodule.plan.global_batch * module.config.context
+    return trainer.datamodule.tokens_per_step
 
 
 def as_scalars(reading: Reading) -> dict[str, float | None]:

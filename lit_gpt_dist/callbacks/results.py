@@ -58,7 +58,7 @@ class ResultsWriter(pl.Callback):
         assert recorder is not None
         plan, strategy = trainer.datamodule.plan, trainer.strategy
         seconds = recorder.mean_step_seconds
-        tokens = plan.global_batch * module.config.context
+        tokens = trainer.datamodule.tokens_per_step
         validation = trainer.callback_metrics.get("val/loss")
         return {
             "tag": self.tag,
@@ -68,7 +68,7 @@ class ResultsWriter(pl.Callback):
             "accum": plan.accumulate,
             "micro": plan.micro_batch,
             "global_batch": plan.global_batch,
-            "context": module.config.context,
+            "context": trainer.datamodule.context,
             "vocab": module.config.vocab_size,
             "params": module.config.parameters(),
             "tokens_per_step": tokens,

@@ -132,6 +132,8 @@ def choose(path: Path) -> tuple[Path, list[str]]:
         raise UserError(
             f"{path} is a file, but a checkpoint is a folder; give the folder that holds {layout.MANIFEST_FILE}"
         )
+    if not (path / layout.MANIFEST_FILE).exists() and not layout.STEP_FOLDER.fullmatch(path.name):
+        raise UserError(f"{path} is no checkpoint (a folder step-XXXXXXXX); {offer(path.parent)}")
     try:
         verify(path)
     except DamagedError as error:

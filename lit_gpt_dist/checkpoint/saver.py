@@ -1,10 +1,12 @@
 """Writes one checkpoint folder with all ranks, now or in the background, at most one at a time. Knows nothing of Lightning."""
 
 import concurrent.futures
+import contextlib
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +21,9 @@ from lit_gpt_dist.checkpoint import format as layout
 from lit_gpt_dist.checkpoint.dcp import Reader, Writer
 from lit_gpt_dist.checkpoint.tensors import Stager, share_out
 
+FULL_BYTES = 64 << 20  # less than this free explains any failed write
 MAX_WRITE_THREADS = 4  # files a rank writes at once; more bring nothing to one disk
+DCP_THREAD = "_write_files_from_queue"  # in the name of the threads that torch.distributed.checkpoint writes with
 T = TypeVar("T")
 
 
@@ -130,22 +134,39 @@ class Saver:
         try:
             temporary = self.ranks.from_first(lambda: _make_temporary(job))
             writer = Writer(temporary, threads=_write_threads())
-            dcp.save(
-                {name: tensor.detach() for name, tensor in tensors.items()},
-                storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False),
-                process_group=self.ranks.group,
-                no_dist=not self.ranks.together,
-            )
+            with silent_writers():
+                dcp.save(
+                    {name: tensor.detach() for name, tensor in tensors.items()},
+                    storage_writer=writer,
+                    planner=DefaultSavePlanner(flatten_state_dict=False),
+                    process_group=self.ranks.group,
+                    no_dist=not self.ranks.together,
+                )
             written = self.ranks.gather(writer.written)
             path = self.ranks.from_first(lambda: _commit(job, temporary, written, committed))  # type: ignore[arg-type]
         except (CheckpointException, OSError, RuntimeError, ValueError) as error:
             if temporary is not None and self.ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             outcome = "was saved, but another rank was lost" if committed else "was not saved"
-            raise SaveError(f"checkpoint {job.path} {outcome}: {reason(error)}") from error
+            raise SaveError(f"checkpoint {job.path} {outcome}: {reason(error)}{disk_note(job.path)}") from error
         self.write_seconds.append(time.perf_counter() - start)
         return path
+
+
+@contextlib.contextmanager
+def silent_writers() -> Iterator[None]:
+    """While DCP writes: its threads' errors reach the caller as one line, and need no traceback of their own."""
+    shown = threading.excepthook
+
+    def hook(args: Any) -> None:
+        if args.thread is None or DCP_THREAD not in args.thread.name:
+            shown(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = shown
 
 
 def _make_temporary(job: Job) -> Path:
@@ -169,6 +190,16 @@ def _write_threads() -> int:
     """This rank's share of the machine's cores, up to what a disk can use."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or (dist.get_world_size() if dist.is_initialized() else 1)
     return max(1, min(MAX_WRITE_THREADS, (os.cpu_count() or 1) // ranks_here))
+
+
+def disk_note(path: Path) -> str:
+    """The likely cause where the disk is full: what a writer says then is seldom that."""
+    with contextlib.suppress(OSError):
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        free = shutil.disk_usage(folder).free
+        if free < FULL_BYTES:
+            return f" (the disk is full: {free / 2**20:.1f} MiB free under {folder})"
+    return ""
 
 
 def reason(error: BaseException) -> str:

@@ -23,6 +23,7 @@ from lit_gpt_dist.model.config import GPTConfig
 
 METADATA_KEY = "lit_gpt_dist"  # in a safetensors header: configuration, vocabulary and origin, as JSON
 WEIGHTS_FILE = "model.safetensors"  # in an export folder
+RUN_WEIGHTS_FILE = "weights.safetensors"  # in a run's folder, at its end
 _SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -73,8 +74,9 @@ def _open(path: Path) -> Weights:
         return open_export(path)
     if (path / "config.json").is_file():
         return open_hf_folder(path)
-    if (path / WEIGHTS_FILE).is_file():
-        return open_export(path / WEIGHTS_FILE)
+    for name in (WEIGHTS_FILE, RUN_WEIGHTS_FILE):
+        if (path / name).is_file():
+            return open_export(path / name)
     if (path / layout.MANIFEST_FILE).is_file() or path.name == layout.LAST:
         return open_checkpoint(find.choose(path)[0])
     if path.is_dir() and find.list_checkpoints(path):

@@ -82,10 +82,12 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 def _input_files(inputs: list[str], out: Path) -> list[Path]:
     files: list[Path] = []
+    seen: set[Path] = set()
     for path in inputs:
         if (Path(path).expanduser() / CORPUS_FILE).is_file():
             raise UserError(f"{path} is a prepared corpus, not text; give the text it was made from")
-        files += find_text(path).files
+        files += [file for file in find_text(path).files if file.resolve() not in seen]
+        seen |= {file.resolve() for file in files}  # inputs may overlap; a text counted twice would be validated on too
     for file in files:
         if file.resolve().is_relative_to(out.resolve()):
             raise UserError(f"input {file} lies inside --out {out}, which would be replaced; give another --out")

@@ -1,0 +1,89 @@
+"""Going on, and running again: what the saved configuration, ``last`` and a run that is already at its end do."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers.commands import COMMAND, SMALL, clean_environment, here, results
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def test_a_run_that_is_at_its_end_has_nothing_to_do(text: Path, tmp_path: Path) -> None:
+    common = ["fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(tmp_path)]
+    assert here(*common).code == 0
+    for steps in ("4", "3"):
+        again = here(*common, "--ckpt_path", "last", "--trainer.max_steps", steps)
+        assert again.code == 0, again.text
+        assert "nothing to do: the checkpoint is at step 4" in again.out
+    assert len(results(tmp_path)) == 1, "no steps, no line"
+
+
+def test_saved_configuration_goes_on_from_another_folder_and_names_the_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.symlink(text, "corpus.txt")
+    common = ["fit", *SMALL, "--data.corpus", "corpus.txt", "--trainer.default_root_dir", "runs"]
+    assert here(*common, "--tag", "one").code == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    on = here("fit", "--config", "../runs/one/config.yaml", "--ckpt_path", "last", "--trainer.max_steps", "6")
+    assert on.code == 0, on.text
+    assert "2 steps from step 4 of runs/one" in on.out, "whose checkpoint it is stands in the first lines"
+    assert [line["start"] for line in results(tmp_path / "runs")] == [0, 4]
+    assert not list((tmp_path / "elsewhere").iterdir()), "nothing is left where the command was typed"
+
+
+def test_windows_shorter_than_the_models_context_are_counted_as_they_are(text: Path, tmp_path: Path) -> None:
+    common = ["fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(tmp_path)]
+    ended = here(*common, "--data.context", "16", "--data.global_batch", "8")
+    assert ended.code == 0, ended.text
+    assert "128 tokens per step (windows of 16)" in ended.out
+    (line,) = results(tmp_path)
+    assert (line["context"], line["tokens_per_step"]) == (16, 8 * 16)
+    assert line["tok_s"] == pytest.approx(128 / (line["step_ms"] / 1000))
+
+
+def test_a_runs_folder_is_weights_but_no_checkpoint(text: Path, tmp_path: Path) -> None:
+    common = ["fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(tmp_path)]
+    assert here(*common, "--tag", "one").code == 0
+    assert here("generate", str(tmp_path / "one"), "--tokens", "3", "--prompt", "a", "--device", "cpu").code == 0
+    refused = here(*common, "--ckpt_path", str(tmp_path / "one"))
+    assert refused.code == 2
+    assert "is no checkpoint" in refused.err
+    assert "step-00000004" in refused.err, "the one that was meant is offered"
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(text: Path, tmp_path: Path) -> None:
+    options = [
+        *SMALL,
+        "--data.corpus",
+        str(text),
+        "--trainer.default_root_dir",
+        str(tmp_path),
+        "--trainer.max_steps",
+        "30",
+    ]
+    process = subprocess.Popen(
+        [*COMMAND, "fit", *options, "--trainer.log_every_n_steps", "1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment(PYTHONUNBUFFERED="1"),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    try:
+        assert process.wait(timeout=120) == 0, process.stderr.read()
+    finally:
+        process.kill()
+        process.stderr.close()
+    assert results(tmp_path)[0]["steps"] == 30
+
+
+def test_a_group_of_options_that_is_a_number_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text("trainer: 5\n")
+    refused = here("fit", "--config", str(tmp_path / "f.yaml"))
+    assert refused.code == 2
+    assert "trainer 5 is not a group of options" in refused.err
