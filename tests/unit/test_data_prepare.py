@@ -65,10 +65,12 @@ def test_windows_cross_from_shard_to_shard(text, tmp_path):
     assert [corpus.vocabulary.decode(w) for w in windows] == [TEXT[s : s + 20] for s in (4990, 4999, 5000, 9998)]
 
 
-def test_several_inputs_are_joined(text, tmp_path):
-    corpus = load_corpus(str(tmp_path / "out")) if main([text, text, "--out", str(tmp_path / "out")]) else None
+def test_several_inputs_are_joined_and_a_file_is_taken_once(text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT[::-1], encoding="utf-8")
+    assert main([text, str(other), str(tmp_path / "*.txt"), "--out", str(tmp_path / "out")]) == 0
     corpus = load_corpus(str(tmp_path / "out"))
-    assert corpus.vocabulary.decode(corpus.tokens.to_numpy()) == TEXT + "\n" + TEXT
+    assert corpus.vocabulary.decode(corpus.tokens.to_numpy()) == TEXT + "\n" + TEXT[::-1]
 
 
 def test_an_existing_folder_is_refused_and_left_alone(text, tmp_path):
