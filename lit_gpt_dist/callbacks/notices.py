@@ -12,8 +12,10 @@ def tell(trainer: pl.Trainer, text: str) -> None:
     if not trainer.is_global_zero:
         return
     bar: Any = next((c for c in trainer.callbacks if isinstance(c, ProgressBar)), None)  # type: ignore[attr-defined]
-    if bar is not None:
+    if hasattr(bar, "console"):  # this project's, which prints through rich
         bar.print(text, soft_wrap=True, markup=False)
+    elif bar is not None:
+        bar.print(text)
     else:
         print(text, flush=True)
 
