@@ -241,6 +241,12 @@ class GPTModule(pl.LightningModule):
     # ---- the same step as a CUDA graph ----------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
+        self.arm_graph()
+
+    def arm_graph(self) -> None:
+        """Some steps one by one from here on, then a new recording: also after a rollback, for what was recorded reads the
+        moments and the rate where they lay before."""
+        self.step_graph = None
         warmup = DDP_WARMUP_STEPS if self.trainer.strategy.name == "ddp" else WARMUP_STEPS  # type: ignore[attr-defined]
         self._graph_from = self.trainer.global_step + warmup
         if self.graph_wanted:

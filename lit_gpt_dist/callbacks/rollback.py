@@ -31,6 +31,7 @@ def rollback(trainer: Any, module: Any, bad_step: int, skip_steps: int) -> int:
         offset = trainer.datamodule.data_offset
         checkpoint = strategy.load_checkpoint(folder)
         restore(trainer, checkpoint)
+        module.arm_graph()
         step = int(checkpoint["global_step"])
         trainer.datamodule.data_offset = offset + (bad_step - 1 - step) + skip_steps
         recorder = find_recorder(trainer)

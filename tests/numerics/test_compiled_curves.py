@@ -34,3 +34,13 @@ def test_a_graph_that_cannot_be_recorded_is_refused_with_the_reason() -> None:
     trainer, module, data = build(Run(steps=1, model=SMALL | {"cuda_graph": True}))
     with pytest.raises(UserError, match="cuda_graph true, but the device is not a GPU"):
         trainer.fit(module, datamodule=data)
+
+
+def test_a_graph_is_recorded_anew_from_wherever_the_run_goes_back_to() -> None:
+    trainer, module, data = build(Run(steps=6))
+    trainer.fit(module, datamodule=data)
+    module.graph_wanted, module.step_graph = True, object()  # type: ignore[assignment]  # as on a GPU, recorded
+    assert module.in_graph
+    module.arm_graph()
+    assert module.step_graph is None, "what was recorded reads moments that a rollback replaces"
+    assert not module.in_graph, "the next steps are taken one by one"
