@@ -1,6 +1,7 @@
 """What a run says when it starts and when it ends. Rank 0's terminal only."""
 
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,18 +102,27 @@ def say_loss(trainer: Any, weights: str) -> None:
 def next_commands(trainer: Any, weights: Path | None) -> list[str]:
     """Commands that work as they stand, from the same folder."""
     commands = [
-        f"tensorboard --logdir {shlex.quote(str(trainer.default_root_dir))}   # Custom Scalars is the dashboard"
+        f"{typed('tensorboard')} --logdir {shlex.quote(str(trainer.default_root_dir))}   # Custom Scalars is the dashboard"
     ]
     if weights is not None:
-        commands.insert(0, f"lit-gpt-dist generate {shlex.quote(str(weights))}")
+        commands.insert(0, f"{typed('lit-gpt-dist')} generate {shlex.quote(str(weights))}")
     saved = last_checkpoint(trainer)
     if saved is not None:  # named, not `last`: another run may save under the same root; the schedule stays as it was
         schedule = trainer.lightning_module.schedule_steps
         commands.append(
-            f"lit-gpt-dist fit --config {shlex.quote(str(trainer.run_dir / 'config.yaml'))} --ckpt_path {shlex.quote(str(saved))} "
+            f"{typed('lit-gpt-dist')} fit --config {shlex.quote(str(trainer.run_dir / 'config.yaml'))} --ckpt_path {shlex.quote(str(saved))} "
             f"--trainer.max_steps {2 * trainer.max_steps} --optim.schedule_steps {schedule}"
         )
     return commands
+
+
+def typed(program: str) -> str:
+    """How to type a program of this environment: by its name where the shell finds it, else by its path."""
+    if shutil.which(program):
+        return program
+    beside = Path(sys.executable).parent / program
+    inside = beside.is_relative_to(Path.cwd())
+    return shlex.quote(str(beside.relative_to(Path.cwd()) if inside else beside)) if beside.exists() else program
 
 
 def last_checkpoint(trainer: Any) -> Path | None:
