@@ -27,7 +27,7 @@ from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.trainer import Trainer
 
 GIB = 1 << 30
-SAVES = ("at once", "at once", "background", "background", "background")
+AT_ONCE, BACKGROUND = "at once", "background"
 STEPS_BETWEEN = 12
 EXPORT = """
 import resource, sys, time
@@ -44,8 +44,8 @@ print(size, time.perf_counter() - start, before * 1024, after * 1024)
 class Measure(Callback):
     """Saves in turn in both ways and times steps and saves."""
 
-    def __init__(self, callback: CheckpointCallback) -> None:
-        self.callback = callback
+    def __init__(self, callback: CheckpointCallback, saves: list[str]) -> None:
+        self.callback, self.saves = callback, saves
         self.step_seconds: list[float] = []
         self.blocked: list[float] = []
         self.written: list[float] = []
@@ -61,7 +61,7 @@ class Measure(Callback):
             trainer.strategy.saver.wait()
             trainer.strategy.barrier()
             start = time.perf_counter()
-            self.callback.save(trainer, background=SAVES[trainer.global_step // STEPS_BETWEEN - 1] == "background")
+            self.callback.save(trainer, background=self.saves[trainer.global_step // STEPS_BETWEEN - 1] == BACKGROUND)
             self.blocked.append(time.perf_counter() - start)
             self.written = trainer.strategy.saver.write_seconds
         self._mark = time.perf_counter()
@@ -97,6 +97,9 @@ def main() -> None:
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--micro_batch", type=int, default=8)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--at_once", type=int, default=2, help="saves that training waits for")
+    parser.add_argument("--background", type=int, default=3, help="saves beside training")
+    parser.add_argument("--only_saves", action="store_true", help="neither load nor export")
     options = parser.parse_args()
     first = int(os.environ["RANK"]) == 0
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -104,14 +107,17 @@ def main() -> None:
         letters = "abcdefghijklmnopqrstuvwxyz \n"
         (options.folder / "corpus.txt").write_text("".join(random.Random(0).choices(letters, k=200_000)))
     callback = CheckpointCallback(keep_last=2, save_at_end=False)
-    measure = Measure(callback)
-    trainer, module, data = make(options, STEPS_BETWEEN * len(SAVES), callback, measure)
+    saves = [AT_ONCE] * options.at_once + [BACKGROUND] * options.background
+    measure = Measure(callback, saves)
+    trainer, module, data = make(options, STEPS_BETWEEN * len(saves), callback, measure)
     time.sleep(1)  # the corpus is there on all ranks
     trainer.fit(module, data)
     show(first, summary(options, measure))
+    if options.only_saves:
+        return
     del trainer, module
     torch.cuda.empty_cache()
-    show(first, resume(options))
+    show(first, resume(options, len(saves)))
     if first:
         show(first, export(options))
 
@@ -131,7 +137,7 @@ def summary(options: argparse.Namespace, measure: Measure) -> dict[str, Any]:
         "ranks": int(os.environ["WORLD_SIZE"]),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "checkpoint_gib": sum(facts["bytes"] for facts in checkpoint.manifest.files.values()) / GIB,
-        "blocked_seconds": list(zip(SAVES, [round(s, 4) for s in measure.blocked], strict=True)),
+        "blocked_seconds": list(zip(measure.saves, [round(s, 4) for s in measure.blocked], strict=True)),
         "until_committed_seconds": [round(s, 3) for s in measure.written],
         "step_seconds": statistics.median(measure.step_seconds),
         "step_seconds_while_writing": statistics.median(measure.during) if measure.during else None,
@@ -139,13 +145,13 @@ def summary(options: argparse.Namespace, measure: Measure) -> dict[str, Any]:
     }
 
 
-def resume(options: argparse.Namespace) -> dict[str, float]:
+def resume(options: argparse.Namespace, saves: int) -> dict[str, float]:
     """Seconds to verify and to load on this machine, whose memory still holds the files."""
     start = time.perf_counter()
     if int(os.environ["RANK"]) == 0:
         find.newest_good(options.folder)
     verify_seconds = time.perf_counter() - start
-    last = STEPS_BETWEEN * len(SAVES)
+    last = STEPS_BETWEEN * saves
     trainer, module, data = make(options, last + 1, CheckpointCallback(save_at_end=False))
     times: dict[str, float] = {}
     for name in ("load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict"):
