@@ -128,6 +128,7 @@ class GPTModule(pl.LightningModule):
         strategy: Any = self.trainer.strategy
         with strategy.build_context():
             self.model = GPT(self.config)
+        self.model.compute_dtype = strategy.compute_dtype
         set_recompute(self.model, self.recompute)
         self.compiled = resolve_compile(
             self.compile_option, strategy.root_device, strategy.name, self.config.parameters()
@@ -284,6 +285,7 @@ class GPTModule(pl.LightningModule):
         assert self.step_graph is not None
         if self.config.dropout > 0:
             self._seed_dropout(0, 1)
+        self.trainer.strategy.before_replay()  # type: ignore[attr-defined]
         self.step_graph.replay(windows)
         # copies: the next replay writes its results to the same place
         self.step_loss, self.gradient_norm = self.step_graph.loss.clone(), self.step_graph.gradient_norm.clone()

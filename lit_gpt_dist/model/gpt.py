@@ -1,4 +1,7 @@
-"""A decoder-only GPT. Runs unchanged on one CPU; knows nothing of ranks, precision settings or training.
+"""A decoder-only GPT. Runs unchanged on one CPU; knows nothing of ranks or training.
+
+Every layer computes in the type of its input and casts its weights to that, so activations of one type (``compute_dtype``)
+meet weights of another. Weights stored in fp32 and activations in bf16 is what FSDP2's mixed precision does too.
 
 Shapes: batch B, sequence T, width W, query heads H, key/value heads K, head width D = W / H, vocabulary V.
 """
@@ -30,6 +33,28 @@ class LayerCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
 
+class Linear(nn.Linear):
+    """In the type of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class LayerNorm(nn.LayerNorm):
+    """In the type of its input; mean and variance are fp32 in any case."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """In the type of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped queries, through ``scaled_dot_product_attention``."""
 
@@ -38,8 +63,8 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_width = config.heads, config.kv_heads, config.head_width
         self.dropout = config.dropout
         rows = (config.heads + 2 * config.kv_heads) * config.head_width  # queries, then keys, then values
-        self.query_key_value = nn.Linear(config.width, rows, bias=config.bias)
-        self.output = nn.Linear(config.width, config.width, bias=config.bias)
+        self.query_key_value = Linear(config.width, rows, bias=config.bias)
+        self.output = Linear(config.width, config.width, bias=config.bias)
 
     def forward(self, x: Tensor, phases: Phases | None, cache: LayerCache | None = None) -> Tensor:
         batch, sequence, width = x.shape
@@ -67,11 +92,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.width, config.ff_width, bias=config.bias)
-        self.gate = (
-            nn.Linear(config.width, config.ff_width, bias=config.bias) if config.activation == "swiglu" else None
-        )
-        self.down = nn.Linear(config.ff_width, config.width, bias=config.bias)
+        self.up = Linear(config.width, config.ff_width, bias=config.bias)
+        self.gate = Linear(config.width, config.ff_width, bias=config.bias) if config.activation == "swiglu" else None
+        self.down = Linear(config.ff_width, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
@@ -105,6 +128,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Embedding, blocks, final norm, output head.
 
+    ``compute_dtype`` is the activations' type; None: the weights'.
+
     Parameters come uninitialised from ``torch.nn``'s defaults; ``initialize`` gives them their values, so that a model
     built on the meta device and one built in place end up the same.
     """
@@ -112,12 +137,13 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self.compute_dtype: torch.dtype | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.positions = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = make_norm(config)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.head = Linear(config.width, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
 
@@ -144,6 +170,8 @@ class GPT(nn.Module):
         x = self.embedding(tokens)  # (B, T, W)
         if self.positions is not None:
             x = x + self.positions(positions)
+        if self.compute_dtype is not None:
+            x = x.to(self.compute_dtype)
         x = self.dropout(x)
         phases = rotary_phases(positions, self.config, x.dtype) if self.config.positions == "rope" else None
         for index, block in enumerate(self.blocks):
@@ -164,8 +192,8 @@ class GPT(nn.Module):
 
 def make_norm(config: GPTConfig) -> nn.Module:
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.width, eps=config.norm_eps)
-    return nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias)
+        return RMSNorm(config.width, eps=config.norm_eps)
+    return LayerNorm(config.width, eps=config.norm_eps, bias=config.bias)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:

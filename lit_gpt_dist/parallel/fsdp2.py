@@ -44,6 +44,13 @@ def assign_shard(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(part)
 
 
+def release(model: GPT) -> None:
+    """Gives gathered weights back. The root's stay gathered after a forward that no backward follows, as in validation:
+    whoever changes the shards behind FSDP2's back, as a CUDA graph does, would leave the next forward with old weights."""
+    for unit in (model, *model.blocks):
+        unit.reshard()  # type: ignore[operator]
+
+
 def set_gradient_sync(model: GPT, synchronise: bool) -> None:
     """Whether the next backward reduces gradients, or adds them up unsharded until one that does."""
     model.set_requires_gradient_sync(synchronise)  # type: ignore[operator]

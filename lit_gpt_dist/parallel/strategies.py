@@ -1,8 +1,8 @@
 """Lightning strategies: one device, DDP, FSDP2. They place the model and say who shares data; the rest is Lightning's.
 
-All three agree on four things the rest of the application relies on: ``data_rank`` and ``data_ranks``; ``build_context``
-and ``place`` for the model; ``block_backward_sync`` for all micro-batches of a step but the last; and the checkpoint
-folder of ``FolderCheckpoints``.
+All three agree on five things the rest of the application relies on: ``data_rank`` and ``data_ranks``; ``build_context``
+and ``place`` for the model; ``compute_dtype``; ``block_backward_sync`` for all micro-batches of a step but the last; and the
+checkpoint folder of ``FolderCheckpoints``.
 """
 
 from collections.abc import Generator
@@ -30,6 +30,16 @@ from lit_gpt_dist.parallel.restart import join_after_restart, restarts
 GRACE_SECONDS = 20  # the process group's own timeout comes after callbacks/hangs.py, which says more
 
 
+class ModelCasts(Precision):
+    """Says that the model keeps fp32 weights and computes in bf16; casts nothing itself.
+
+    Autocast instead would keep the activations between products in fp32, and FSDP2's policy does not: bf16 would then
+    mean two things.
+    """
+
+    precision = "bf16-mixed"
+
+
 class DirectSteps(Strategy):
     """Calls the module's steps themselves instead of routing them through the wrapped model's forward.
 
@@ -52,6 +62,22 @@ class DirectSteps(Strategy):
         with self.precision_plugin.test_step_context():
             return self.lightning_module.test_step(*args, **kwargs)
 
+    @property
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        """Autocast gives way: under ``bf16-mixed`` the model itself casts, the same under every strategy."""
+        if isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed":
+            plugin = ModelCasts()
+        self._precision_plugin = plugin
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Type of activations; None: that of the weights."""
+        return torch.bfloat16 if isinstance(self.precision_plugin, ModelCasts) else None
+
     def build_context(self) -> AbstractContextManager:
         """Where the GPT is built: here, straight on this rank's device."""
         return self.root_device
@@ -63,6 +89,9 @@ class DirectSteps(Strategy):
     def assign(self, parameter: Tensor, value: Tensor) -> None:
         """Puts a full CPU ``value`` into a placed parameter."""
         parameter.copy_(value)
+
+    def before_replay(self) -> None:
+        """Called before a recorded step changes the weights."""
 
 
 class SingleDevice(FolderCheckpoints, DirectSteps, SingleDeviceStrategy):
@@ -193,21 +222,12 @@ class FSDP2(MeshStrategy):
         super().__init__(no_sync, timeout_seconds)
         self.reshard_after_forward = reshard_after_forward
 
-    @property
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        """Autocast gives way to FSDP2's own policy: both together would cast twice."""
-        if isinstance(plugin, MixedPrecision):
-            plugin = ShardedPrecision(plugin.precision)
-        self._precision_plugin = plugin
-
     def build_context(self) -> AbstractContextManager:
         return torch.device("meta")  # no rank ever holds the whole model
 
     def place(self, model: GPT, seed: int) -> None:
+        if self.precision_plugin.precision == "16-mixed":
+            raise UserError("precision 16-mixed does not run under fsdp2; use bf16-mixed, 32-true or 64-true")
         policy = fsdp2.precision_policy(str(self.precision_plugin.precision))
         fsdp2.shard(model, self.mesh, policy, self.reshard_after_forward)
         model.to_empty(device=self.root_device)
@@ -215,6 +235,9 @@ class FSDP2(MeshStrategy):
 
     def assign(self, parameter: Tensor, value: Tensor) -> None:
         fsdp2.assign_shard(parameter, value)
+
+    def before_replay(self) -> None:
+        fsdp2.release(self.lightning_module.model)  # type: ignore[union-attr,arg-type]
 
     def setup(self, trainer: pl.Trainer) -> None:
         """As ``DDPStrategy.setup``, without wrapping: ``place`` has sharded the model already."""
@@ -244,15 +267,6 @@ class FSDP2(MeshStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-class ShardedPrecision(Precision):
-    """Says which mixed precision the FSDP2 policy applies; casts nothing itself."""
-
-    def __init__(self, precision: str) -> None:
-        if precision != "bf16-mixed":
-            raise UserError(f"precision {precision} does not run under fsdp2; use bf16-mixed, 32-true or 64-true")
-        self.precision = precision  # type: ignore[assignment]
 
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (SingleDevice, DDP, FSDP2)}

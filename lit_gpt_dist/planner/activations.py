@@ -20,10 +20,10 @@ width; e bytes of a compute value, r bytes of the residual stream:
 | SwiGLU; down                 | gate, silu(gate), up; product           | 4·e·f            |
 | dropout, when on             | two masks of one byte                   | 2·h              |
 
-Autocast on CUDA keeps the residual stream and the norms' outputs in fp32 (r = 4) and hands bf16 copies to the linear
-layers (e = 2): 36·h a GELU layer, against Korthikanti's 34·h, which has a 16-bit residual stream and dropout masks.
-FSDP2's own mixed precision has everything in bf16 (r = 2): 32·h. fp32: r = e = 4. The 16-bit weight copies are not
-here: they are counted with the weights.
+``bf16-mixed`` has everything in bf16 (r = e = 2): 32·h a GELU layer, against Korthikanti's 34·h, which has dropout masks
+too. torch.autocast, which other loops and ``16-mixed`` use, keeps the residual stream and the norms' outputs in fp32 (r = 4)
+and hands bf16 copies to the linear layers (e = 2): 36·h. fp32: r = e = 4. The 16-bit weight copies are not here: they are
+counted with the weights.
 """
 
 from typing import NamedTuple
@@ -41,13 +41,11 @@ class Widths(NamedTuple):
     residual: int
 
 
-def widths(precision: str, fully_sharded: bool = False) -> Widths:
-    """Widths for a precision; ``fully_sharded``: FSDP2's policy casts the whole model, autocast only the products."""
+def widths(precision: str, autocast: bool = False) -> Widths:
+    """Widths for a precision; ``autocast``: only the products are in 16 bits."""
     if precision == "32-true":
         return Widths(4, 4)
-    if precision == "bf16-true" or fully_sharded:
-        return Widths(2, 2)
-    return Widths(2, 4)
+    return Widths(2, 4) if autocast else Widths(2, 2)
 
 
 def norm_statistics_bytes(config: GPTConfig) -> int:

@@ -95,6 +95,7 @@ def job_of(line: dict[str, Any], calibration: Calibration | None, link: Link) ->
         global_batch=int(line["global_batch"]),
         micro_batch=int(line["micro"]),
         precision=planned_precision(line),
+        autocast=line.get("precision") == "16-mixed",
         recompute=(line.get("recompute") or "none") == "full",
         execution=execution_of(line),
         no_sync=line.get("no_sync") is not False,

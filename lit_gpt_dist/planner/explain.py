@@ -52,9 +52,7 @@ def copies(job: Job, found: Estimate) -> list[str]:
         root, block = root_parameters(job.model), block_parameters(job.model)
         text = f"{width} bytes × (root {root:,.0f} + gathered blocks of {block:,.0f} parameters)"
     else:
-        text = (
-            f"16-bit copies of {job.model.matmul_parameters():,} matmul weights that autocast holds: {width} bytes each"
-        )
+        text = f"16-bit copies of {job.model.matmul_parameters():,} matmul weights, where alive: {width} bytes each"
     return [text, f"at the peak ({found.footprint.moment}): {found.footprint.kinds['copies'] / GIB:.3f} GiB"]
 
 

@@ -46,7 +46,7 @@ class Footprint:
 
 
 def strategy_widths(job: Job, plan: Layout) -> Widths:
-    return value_widths(job.precision, fully_sharded=plan.strategy in ("fsdp2", "hsdp"))
+    return value_widths(job.precision, autocast=job.autocast and plan.strategy not in ("fsdp2", "hsdp"))
 
 
 def block_parameters(config: GPTConfig) -> float:
@@ -103,9 +103,9 @@ def gradient_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> floa
 def copy_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
     """16-bit copies of weights, or under FSDP2 the gathered units (whole weights whatever the precision).
 
-    Autocast casts a weight once and caches it until its context ends: after the last micro-batch's forward, since all
-    but the last run their backward inside. Then the graph keeps the copies until backward has used them; a recomputed
-    block has no graph, so only its own copies exist.
+    The graph keeps the copies until backward has used them; a recomputed block has no graph, so only its own exist.
+    Autocast besides casts a weight once and caches it until its context ends: after the last micro-batch's forward, since
+    all but the last run their backward inside.
     """
     width = strategy_widths(job, plan)
     if plan.strategy in ("fsdp2", "hsdp"):
@@ -116,12 +116,11 @@ def copy_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
     head = job.model.vocab_size * job.model.width
     block = (job.model.matmul_parameters() - head) / job.model.layers
     live = {"loss": head + block * job.model.layers, "backward": block * job.model.layers, "end": block}[moment]
-    if accumulate > (
-        2 if moment == "backward" else 1
-    ):  # a backward that starts with gradients and the cache: the second
+    second_backward = 2 if moment == "backward" else 1  # the first that starts with gradients and the cache
+    if job.autocast and accumulate > second_backward:
         live = job.model.matmul_parameters()
-    elif job.recompute and moment == "backward":
-        live = block
+    elif job.recompute and (moment == "backward" or not job.autocast):
+        live = head if moment == "loss" else block
     return width.compute * live / (plan.tensor * plan.stages)
 
 

@@ -38,6 +38,7 @@ class Job:
     overlap: bool = True
     no_sync: bool = True
     reshard_after_forward: bool = True
+    autocast: bool = False  # 16 bits in products only, as 16-mixed and other loops have it; FSDP2 never has
     mfu: float = ASSUMED_MFU
     reserve_bytes: float = RESERVE_GIB * GIB
     calibration: Calibration | None = None

@@ -95,6 +95,9 @@ def add_training(options: ToolParser) -> None:
     )
     training.add_argument("--micro_batch", type=int, default=16, help="windows per device per forward")
     training.add_argument("--precision", choices=("bf16-mixed", "32-true", "bf16-true"), default="bf16-mixed")
+    training.add_argument(
+        "--autocast", type=truth, default=False, help="16 bits in products only, as in other loops: on or off"
+    )
     training.add_argument("--optimizer", choices=list(MOMENTS), default="adamw", help="sgd is SGD with momentum")
     training.add_argument("--recompute", choices=("none", "full"), default="none")
     training.add_argument("--flash", type=truth, default=True, help="fused attention: on or off")
@@ -175,6 +178,7 @@ def job_from(options: argparse.Namespace) -> Job:
         options.execution,
         options.overlap,
         options.no_sync,
+        autocast=options.autocast,
         mfu=options.mfu,
         reserve_bytes=options.reserve_gib * GIB,
         calibration=calibration,

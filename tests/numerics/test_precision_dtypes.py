@@ -70,11 +70,12 @@ def dtypes(run: Run) -> dict[str, set[torch.dtype]]:
     return seen.seen
 
 
-def test_bf16_mixed_on_one_device_casts_matrix_products_only() -> None:
-    seen = dtypes(ONE)
-    assert seen["matmul"] == {BF16}
-    assert seen["matmul weight"] == {FP32}, "autocast casts copies: the weights stay as they are"
-    assert seen["loss"] == seen["phases"] == seen["norm weight"] == {FP32}
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_bf16_mixed_on_one_device_computes_in_bf16_from_weights_stored_in_fp32(recompute: str) -> None:
+    seen = dtypes(replace(ONE, recompute=recompute))
+    assert seen["matmul"] == seen["norm"] == {BF16}, "all activations, as under fsdp2"
+    assert seen["matmul weight"] == seen["norm weight"] == {FP32}, "copies are cast: the weights stay as they are"
+    assert seen["loss"] == seen["phases"] == {FP32}
     assert seen["stored"] == seen["gradient"] == seen["moment"] == {FP32}
 
 
