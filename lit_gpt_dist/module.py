@@ -114,6 +114,13 @@ class GPTModule(pl.LightningModule):
         self.norm_watcher: Callable[[Optimizer, Tensor], None] | None = None  # told each norm before the update
         self.validation_loss = MeanMetric()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Lightning notes some forty times a step which hook it is in; ``nn.Module`` would look for parameters each time."""
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     @property
     def context(self) -> int:
         return self.config.context

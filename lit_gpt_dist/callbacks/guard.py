@@ -1,8 +1,9 @@
 """Keeps a step whose gradients are not finite, or far too large, from reaching the weights, and decides what comes next.
 
 The gradient norm is over all ranks, so every rank sees the same number and comes to the same decision without talking. The
-bad update is prevented on the device (fused AdamW's ``found_inf``), without waiting; which step it was is looked at where a
-reading, a save or a validation is due. Until then ``stop`` and ``rollback`` keep the weights as they were before it.
+bad update is prevented on the device (fused AdamW's ``found_inf``), without waiting. Whether there was one is part of every
+reading; which step it was is looked at after a reading that says so, and before a save or a validation. Until then ``stop`` and
+``rollback`` keep the weights as they were before it.
 """
 
 import math
@@ -56,6 +57,9 @@ class BadStepGuard(pl.Callback):
         self._sticky = policy != "skip"
         self._found = torch.zeros(())
         self._poison = torch.zeros(())  # NaN once a norm was not finite
+        self._bad_steps = torch.zeros(())  # updates left out, of the whole run
+        self._bad_steps_known = 0.0  # of them, those that have been looked at
+        self._alarm = False  # the last reading told of new ones
         self._seen: list[tuple[int, Tensor, Tensor, Tensor | None]] = []  # step, loss, norm, spike flag
         self._flag: Tensor | None = None
         self._mean: Tensor | None = None
@@ -73,6 +77,9 @@ class BadStepGuard(pl.Callback):
         self._save_every = saves.every_n_steps if saves is not None else None
         device = module.device
         self._found, self._poison = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._bad_steps, self._bad_steps_known, self._alarm = torch.zeros((), device=device), 0.0, False
+        if self._recorder is not None and self not in self._recorder.parts:
+            self._recorder.parts.append(self)
         self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         if not self._scaled:  # a gradient scaler skips by itself, and infinite norms are part of its search
             module.norm_watcher = self._watch
@@ -86,6 +93,7 @@ class BadStepGuard(pl.Callback):
         torch.ne(self._poison, self._poison, out=self._found)
         if self.spike_factor is not None:
             self._watch_for_spikes(norm, self.spike_factor)
+        self._bad_steps.add_(self._found)
         if can_skip_on_device(optimizer):
             optimizer.found_inf = self._found  # type: ignore[attr-defined]
         elif bool(self._found):  # waits for the device; on a CPU that costs nothing
@@ -113,18 +121,39 @@ class BadStepGuard(pl.Callback):
         self._flag = None
         if self._scaled:
             self._judge_losses(trainer, module)
-        elif self._due(trainer):
+        elif self._alarm or self._due(trainer):
             self._decide(trainer, module)
+        else:
+            self._forget_read()
+
+    def measure(self, trainer: pl.Trainer, module: Any) -> list[Tensor]:
+        """As a part of a reading: how many updates were left out so far."""
+        return [self._bad_steps]
+
+    def report(self, trainer: pl.Trainer, module: Any, rows: list[list[float]]) -> dict[str, float]:
+        self._alarm = rows[0][0] > self._bad_steps_known  # the same on all ranks
+        return {}
+
+    def _forget_read(self) -> None:
+        """Drops the steps that a reading without alarm has covered."""
+        latest = self._recorder.latest if self._recorder is not None else None
+        if latest is not None and self._seen[0][0] <= latest.step:
+            self._seen = [entry for entry in self._seen if entry[0] > latest.step]
+            self._in_a_row = 0
 
     def _judge_losses(self, trainer: pl.Trainer, module: Any) -> None:
-        """Under a scaler: only at a reading, for a loss is the same on all ranks once it has been averaged."""
-        if self._recorder is None or not self._was_read(trainer.global_step):
+        """Under a scaler: only what a reading has covered, for a loss is the same on all ranks once it has been averaged."""
+        latest = self._recorder.latest if self._recorder is not None else None
+        if self._recorder is None or latest is None or self._seen[0][0] > latest.step:
             return
-        means = self._recorder.losses[-len(self._seen) :]
+        read = [entry for entry in self._seen if entry[0] <= latest.step]
+        later = self._seen[len(read) :]
+        means = self._recorder.losses[-len(read) :]
         self._seen = [
-            (step, loss, torch.tensor(mean), None) for (step, loss, *_), mean in zip(self._seen, means, strict=True)
+            (step, loss, torch.tensor(mean), None) for (step, loss, *_), mean in zip(read, means, strict=True)
         ]
         self._decide(trainer, module)
+        self._seen = later
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         """A save that nobody could foresee, on a signal: never of a state behind a bad step."""
@@ -133,22 +162,22 @@ class BadStepGuard(pl.Callback):
 
     def _due(self, trainer: pl.Trainer) -> bool:
         step = trainer.global_step
-        if step >= trainer.max_steps or self._was_read(step) or (self._save_every and step % self._save_every == 0):
+        if step >= trainer.max_steps or (self._save_every and step % self._save_every == 0):
+            return True
+        if self._recorder is None and step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             return True
         loop = trainer.fit_loop
         return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))  # type: ignore[arg-type]
 
-    def _was_read(self, step: int) -> bool:
-        latest = self._recorder.latest if self._recorder is not None else None
-        return latest is not None and latest.step == step
-
     def _decide(self, trainer: pl.Trainer, module: Any, saving: bool = False) -> None:
         """Reads the norms since the last look (waits for the device) and acts on the first bad one."""
+        self._alarm = False
         seen, self._seen = self._seen, []
         bad = [index for index, value in enumerate(read_flags(seen)) if value]
         self._count_in_a_row(len(seen), bad)
         if not bad:
             return
+        self._bad_steps_known = float(self._bad_steps)
         step, loss, norm, _ = seen[bad[0]]
         what = self._describe(trainer, step, loss, norm)
         if self.policy == "skip" and self._in_a_row < SKIPS_IN_A_ROW:

@@ -5,6 +5,7 @@ Does not synchronise or communicate: it shows the recorder's last reading.
 
 import os
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,8 @@ from rich.progress import (
 from lit_gpt_dist.callbacks.recorder import Reading, find_recorder
 from lit_gpt_dist.summary import start_lines
 
+SECONDS_BETWEEN = 0.1  # two updates of the bar; a fast model takes dozens of steps in that
+
 
 class StepBar(ProgressBar):
     """Counts optimizer steps, with loss, validation loss, tokens/s and the time left.
@@ -39,6 +42,7 @@ class StepBar(ProgressBar):
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._printed_step = -1
+        self._drawn_at = 0.0
 
     def disable(self) -> None:
         self.quiet = True
@@ -79,6 +83,10 @@ class StepBar(ProgressBar):
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.quiet or not trainer.is_global_zero:
             return
+        now = time.monotonic()
+        if self._progress is not None and now - self._drawn_at < SECONDS_BETWEEN and trainer.global_step < trainer.max_steps:
+            return
+        self._drawn_at = now
         recorder = find_recorder(trainer)
         reading = recorder.latest if recorder else None
         if self._progress is not None and self._task is not None:

@@ -1,9 +1,11 @@
 """Records losses and speed, and is the only callback that makes the CPU wait for the device in ordinary steps.
 
 Every ``log_every_n_steps`` steps it averages the buffered losses over the ranks and collects what each rank measured (one
-all-reduce), reads them (one wait), and logs. Between two readings nothing waits: losses stay on the device.
+all-reduce), and, on a GPU some steps later, reads them (one wait) and logs. In between the device has steps to take, so it
+never stands still for a reading. Otherwise nothing waits: losses stay on the device.
 """
 
+import itertools
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -14,8 +16,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lit_gpt_dist.callbacks.clock import clock_for
-from lit_gpt_dist.callbacks.exchange import exchange
+from lit_gpt_dist.callbacks.clock import HostClock, clock_for
+from lit_gpt_dist.callbacks.exchange import Exchange
 from lit_gpt_dist.callbacks.memory import PeakMemory
 from lit_gpt_dist.callbacks.notices import Once
 from lit_gpt_dist.callbacks.step_times import StepTimes, percentiles
@@ -36,6 +38,21 @@ class Reading:
     tokens_per_second: float | None  # all ranks, since the last reading; None while warming up
     step_seconds: float | None
     peak_gib: float | None  # device memory allocated at most since the last reading, this rank; None on a CPU
+
+
+class Request(NamedTuple):
+    """A reading that has begun: what the host knew of its step, and what the device will have answered."""
+
+    trainer: pl.Trainer
+    module: Any
+    step: int
+    tokens: int
+    lr: float
+    peak_gib: float | None
+    lengths: list[int]  # how many numbers each part gave
+    answer: Exchange
+    pairs: list[tuple[Any, Any]]  # marks of the steps since the last one
+    timed: bool
 
 
 class Pause(NamedTuple):
@@ -63,6 +80,8 @@ class StepRecorder(pl.Callback):
     Args:
         window: steps that percentiles of the step time are taken over.
         parts: what else takes part in a reading.
+        lag: steps between beginning a reading and reading; by default half of ``log_every_n_steps``, at most 10, on a GPU,
+            and none elsewhere, where nothing runs beside the host.
 
     Attributes:
         losses: mean over all ranks of each step since ``start``, up to the last reading.
@@ -73,9 +92,10 @@ class StepRecorder(pl.Callback):
         tokens: seen by the model, earlier parts of a resumed run included.
     """
 
-    def __init__(self, window: int = 500, parts: Sequence[Part] = ()) -> None:
+    def __init__(self, window: int = 500, parts: Sequence[Part] = (), lag: int | None = None) -> None:
         self.window = window
         self.parts = list(parts)
+        self.lag = lag
         self.losses: list[float] = []
         self.start = 0
         self.latest: Reading | None = None
@@ -85,13 +105,11 @@ class StepRecorder(pl.Callback):
         self.tokens = 0
         self.started_at = time.perf_counter()
         self.memory = PeakMemory()
-        self.times = StepTimes(None, window)
+        self.times = StepTimes(HostClock(), window)
         self._once = Once()
         self._buffer: Tensor | None = None
-        self._filled = 0  # losses not read yet
-        self._steps = 0  # since the clock was started
-        self._mark = 0.0
-        self._paused_since_mark = 0.0
+        self._filled = 0  # losses not asked for yet
+        self._request: Request | None = None
         self._warmup_until = 0
 
     # ---- Lightning's hooks ----------------------------------------------------------------------------------------
@@ -101,30 +119,35 @@ class StepRecorder(pl.Callback):
         planned = trainer.max_steps - self.start
         self._warmup_until = self.start + max(1, min(10, planned // 5))
         self.memory.begin(module.device)
-        self.times = StepTimes(clock_for(module.device), self.window)
+        if self.lag is None:
+            self.lag = min(10, trainer.log_every_n_steps // 2) if module.device.type == "cuda" else 0  # type: ignore[attr-defined]
+        clock = clock_for(module.device)
+        # the host's clock is right from reading to reading on any device, but not for a single step
+        self.times = StepTimes(clock or HostClock(), self.window if clock else 0)
         self.started_at = time.perf_counter()
-        self._start_clock()
+        self.times.begin()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
         self._keep(module.step_loss, trainer.log_every_n_steps)
         self.times.step_ended()
         self.tokens += tokens_per_step(trainer, module)
-        self._steps += 1
         if step % trainer.log_every_n_steps == 0 or step == trainer.max_steps:
-            self._read(trainer, module, timed=step > self._warmup_until)
+            self._ask(trainer, module)
+        if self._request is not None and (step >= self._request.step + (self.lag or 0) or step == trainer.max_steps):
+            self.finish_reading()
         if step == self._warmup_until:
             module.step_loss.item()  # waits for the device: what is warm-up ends here
+            self.finish_reading()
             self.times.forget()
-            self._start_clock()
+            self.times.begin()
 
     def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
-        if self._filled:  # stopped between two readings, at the same step on all ranks
-            self._read(trainer, module, timed=False)
+        self._read_the_rest(trainer, module)
 
     def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
-        if self._filled and isinstance(exception, RunStopped):
-            self._read(trainer, module, timed=False)
+        if isinstance(exception, RunStopped):
+            self._read_the_rest(trainer, module)
 
     def on_validation_start(self, trainer: pl.Trainer, module: Any) -> None:
         self._validation_pause = self.pause_began()
@@ -146,6 +169,7 @@ class StepRecorder(pl.Callback):
 
     def pause_began(self) -> "Pause":
         """Something that is not training begins. Pauses may lie within each other."""
+        self.finish_reading()
         return Pause(time.perf_counter(), sum(self.paused_seconds.values()))
 
     def pause_ended(self, kind: str, pause: "Pause") -> None:
@@ -153,7 +177,6 @@ class StepRecorder(pl.Callback):
         within = sum(self.paused_seconds.values()) - pause.paused_before
         seconds = time.perf_counter() - pause.began - within
         self.paused_seconds[kind] = self.paused_seconds.get(kind, 0.0) + seconds
-        self._paused_since_mark += seconds
         self.times.begin()
 
     def rewind(self, trainer: pl.Trainer, module: Any, steps: int) -> None:
@@ -163,7 +186,8 @@ class StepRecorder(pl.Callback):
         self.losses = self.losses[: max(0, kept)]
         self.tokens -= steps * tokens_per_step(trainer, module)
         self._filled -= unread
-        self._start_clock()
+        self.times.take()
+        self.times.begin()
 
     @property
     def mean_step_seconds(self) -> float | None:
@@ -180,46 +204,66 @@ class StepRecorder(pl.Callback):
         self._buffer[self._filled] = loss
         self._filled += 1
 
-    def _read(self, trainer: pl.Trainer, module: Any, timed: bool) -> None:
+    def _ask(self, trainer: pl.Trainer, module: Any) -> None:
+        """Begins a reading of everything up to the step just taken. Communicates; waits for nothing."""
         assert self._buffer is not None
-        rows = [part.measure(trainer, module) for part in self.parts]
-        means, table = exchange(trainer.strategy, self._buffer[: self._filled], [n for row in rows for n in row])
-        self.losses += means
-        seconds, steps = time.perf_counter() - self._mark - self._paused_since_mark, self._steps
-        self.times.collect()
+        self.finish_reading()
+        norm = 0.0 if module.gradient_norm is None else module.gradient_norm
+        rows = [[norm], *(part.measure(trainer, module) for part in self.parts)]
+        answer = Exchange(trainer.strategy, self._buffer[: self._filled], [number for row in rows for number in row])
         self._filled = 0
-        self._start_clock()  # what follows costs time and counts in the next reading
-        if timed:
-            self.timed_steps += steps
-            self.timed_seconds += seconds
-        self.latest = self._reading(trainer, module, seconds / steps if timed and steps else None)
-        values = self._scalars(trainer, module)
-        for part, row in zip(self.parts, rows, strict=True):
-            mine = [line[: len(row)] for line in table]
-            table = [line[len(row) :] for line in table]
-            values |= part.report(trainer, module, mine)
-        log_metrics(trainer, values, trainer.global_step)
+        self._request = Request(
+            trainer, module, trainer.global_step, self.tokens, last_learning_rate(trainer), self.memory.read_peak_gib(),
+            [len(row) for row in rows], answer, self.times.take(), trainer.global_step > self._warmup_until,
+        )  # fmt: skip
 
-    def _reading(self, trainer: pl.Trainer, module: Any, step_seconds: float | None) -> Reading:
+    def finish_reading(self) -> None:
+        """Waits for the reading that has begun, if one has, and logs it. At the same step on all ranks."""
+        request, self._request = self._request, None
+        if request is None:
+            return
+        means, table = request.answer.read()
+        self.losses += means
+        seconds = self.times.collect(request.pairs)
+        if request.timed:
+            self.timed_steps += len(seconds)
+            self.timed_seconds += sum(seconds)
+        tables = split_columns(table, request.lengths)
+        norm = None if request.module.gradient_norm is None else tables[0][0][0]  # the same on every rank
+        self.latest = self._reading(request, norm, sum(seconds) / len(seconds) if request.timed and seconds else None)
+        values = self._scalars(request)
+        for part, rows in zip(self.parts, tables[1:], strict=True):
+            values |= part.report(request.trainer, request.module, rows)
+        log_metrics(request.trainer, values, request.step)
+
+    def _read_the_rest(self, trainer: pl.Trainer, module: Any) -> None:
+        """At the end, which all ranks have come to after the same step."""
+        self.finish_reading()
+        if self._filled:
+            self._ask(trainer, module)
+            self.finish_reading()
+
+    def _reading(self, request: Request, norm: float | None, step_seconds: float | None) -> Reading:
         return Reading(
-            step=trainer.global_step,
+            step=request.step,
             loss=self.losses[-1],
-            lr=last_learning_rate(trainer),
-            gradient_norm=float(module.gradient_norm) if module.gradient_norm is not None else None,
-            tokens_per_second=tokens_per_step(trainer, module) / step_seconds if step_seconds else None,
+            lr=request.lr,
+            gradient_norm=norm,
+            tokens_per_second=tokens_per_step(request.trainer, request.module) / step_seconds if step_seconds else None,
             step_seconds=step_seconds,
-            peak_gib=self.memory.read_peak_gib(),
+            peak_gib=request.peak_gib,
         )
 
-    def _scalars(self, trainer: pl.Trainer, module: Any) -> dict[str, float]:
+    def _scalars(self, request: Request) -> dict[str, float]:
         assert self.latest is not None
+        trainer, module = request.trainer, request.module
         rate = self.latest.tokens_per_second
         used = utilization(trainer, module, rate)
         if rate and used["mfu"] is None:
             self._once.tell(trainer, f"no MFU: {no_mfu_reason(trainer, module)}", "mfu")
         optional = {
             **as_scalars(self.latest),
-            "train/tokens": self.tokens,
+            "train/tokens": request.tokens,
             "speed/tokens_per_second_per_device": rate and rate / trainer.world_size,
             "speed/mfu_palm": used["mfu"],
             "speed/mfu_half_attention": used["mfu_half_attention"],
@@ -235,11 +279,11 @@ class StepRecorder(pl.Callback):
         shares = {f"speed/run_share_{kind}": seconds / wall for kind, seconds in self.paused_seconds.items()}
         return {"speed/goodput": max(0.0, 1 - sum(shares.values())), **shares}
 
-    def _start_clock(self) -> None:
-        self._steps = 0
-        self._paused_since_mark = 0.0
-        self._mark = time.perf_counter()
-        self.times.begin()
+
+def split_columns(table: list[list[float]], lengths: Sequence[int]) -> list[list[list[float]]]:
+    """One table of all ranks for each part, from one that holds them side by side."""
+    ends = list(itertools.accumulate(lengths))
+    return [[row[end - length : end] for row in table] for length, end in zip(lengths, ends, strict=True)]
 
 
 def tokens_per_step(trainer: Any, module: Any) -> int:

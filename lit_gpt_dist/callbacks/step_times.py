@@ -1,4 +1,4 @@
-"""How long single steps take on the device: percentiles over the last window. Never waits for the device itself."""
+"""How long single steps take on the device, and percentiles over the last window. Never waits for the device itself."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -37,11 +37,16 @@ class StepTimes:
         self._pairs.append((self._last, mark))
         self._last = mark
 
-    def collect(self) -> None:
-        """Once the device has passed all marks: turns them into seconds."""
-        if self.clock is not None:
-            self.seconds += [self.clock.seconds(first, second) for first, second in self._pairs]
-        self._pairs = []
+    def take(self) -> list[tuple[Any, Any]]:
+        """The marks of the steps since the last call."""
+        pairs, self._pairs = self._pairs, []
+        return pairs
+
+    def collect(self, pairs: list[tuple[Any, Any]]) -> list[float]:
+        """Once the device has passed ``pairs``: turns them into seconds, one for each step."""
+        seconds = [self.clock.seconds(first, second) for first, second in pairs] if self.clock is not None else []
+        self.seconds += seconds
+        return seconds
 
     def forget(self) -> None:
         """Leaves out everything so far: warm-up."""

@@ -39,6 +39,8 @@ def compile_model(model: GPT, mode: Literal["none", "blocks", "model"]) -> None:
     if mode == "model":
         model.compile(dynamic=False)
     elif mode == "blocks":
+        # a block is cut fine enough already; splitting it by DDP's buckets would only take fusions away
+        torch._dynamo.config.optimize_ddp = False
         for block in model.blocks:
             block.compile(dynamic=False)
         model.readout = torch.compile(model.readout, dynamic=False)  # type: ignore[method-assign]

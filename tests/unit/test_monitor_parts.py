@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_gpt_dist.callbacks.clock import HostClock
-from lit_gpt_dist.callbacks.exchange import exchange
+from lit_gpt_dist.callbacks.exchange import Exchange
 from lit_gpt_dist.callbacks.guard import BadStepGuard, read_flags
 from lit_gpt_dist.callbacks.learning import squares
 from lit_gpt_dist.callbacks.oom import out_of_memory, remedies
@@ -49,7 +49,7 @@ def test_a_pause_between_two_steps_is_in_neither() -> None:
     times.step_ended()
     times.begin()  # at 10: a validation took 9
     times.step_ended()
-    times.collect()
+    times.collect(times.take())
     assert list(times.seconds) == [1, 2]
 
 
@@ -58,7 +58,7 @@ def test_only_the_last_window_counts() -> None:
     times.begin()
     for _ in range(6):
         times.step_ended()
-    times.collect()
+    times.collect(times.take())
     assert len(times.seconds) == 3
 
 
@@ -82,7 +82,7 @@ def test_phases_of_a_step_add_up_to_it_and_waiting_is_taken_out_of_backward() ->
 
 def test_one_rank_exchanges_with_itself() -> None:
     losses = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    means, table = exchange(ONE_DEVICE, losses, [3.0, torch.tensor(4.0)])
+    means, table = Exchange(ONE_DEVICE, losses, [3.0, torch.tensor(4.0)]).read()
     assert means == [1.0, 2.0]
     assert table == [[3.0, 4.0]]
 
