@@ -9,9 +9,11 @@ import argparse
 import json
 import os
 import random
+import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -41,22 +43,80 @@ print(size, time.perf_counter() - start, before * 1024, after * 1024)
 """
 
 
+class Lateness(threading.Thread):
+    """How much later than it should another thread of Python runs: it waits for a core, and for the interpreter's lock."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True, name="lateness")
+        self.worst_seconds = 0.0
+
+    def run(self) -> None:
+        while True:
+            start = time.perf_counter()
+            time.sleep(0.001)
+            self.worst_seconds = max(self.worst_seconds, time.perf_counter() - start - 0.001)
+
+    def take(self) -> float:
+        """The worst since it was asked last."""
+        worst, self.worst_seconds = self.worst_seconds, 0.0
+        return worst
+
+
+class StepParts:
+    """What a step's time went into, as far as the thread that trains can tell."""
+
+    def __init__(self) -> None:
+        self.lateness = Lateness()
+        self.lateness.start()
+        self.begin()
+
+    def begin(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.thread_time()
+        self._faults, self._switches = self._counts()
+        self.lateness.take()
+
+    def end(self, device_wait_seconds: float) -> dict[str, float]:
+        faults, switches = self._counts()
+        return {
+            "seconds": time.perf_counter() - self._wall,
+            "own_cpu_seconds": time.thread_time() - self._cpu,
+            "device_wait_seconds": device_wait_seconds,  # in the last read of the step; the rest was waited for elsewhere
+            "other_thread_late_seconds": self.lateness.take(),
+            "pages_read_back": faults - self._faults,  # from the disk: the system had taken them away
+            "waits": switches - self._switches,  # times the thread gave up its core: locks, the disk, the driver
+        }
+
+    @staticmethod
+    def _counts() -> tuple[int, int]:
+        usage = resource.getrusage(resource.RUSAGE_THREAD)
+        return usage.ru_majflt, usage.ru_nvcsw
+
+
+def medians(steps: list[dict[str, float]]) -> dict[str, float] | None:
+    if not steps:
+        return None
+    return {name: round(statistics.median(step[name] for step in steps), 6) for name in steps[0]}
+
+
 class Measure(Callback):
     """Saves in turn in both ways and times steps and saves."""
 
     def __init__(self, callback: CheckpointCallback, saves: list[str]) -> None:
         self.callback, self.saves = callback, saves
-        self.step_seconds: list[float] = []
+        self.parts = StepParts()
+        self.quiet: list[dict[str, float]] = []
         self.blocked: list[float] = []
         self.written: list[float] = []
-        self.during: list[float] = []
-        self._mark = 0.0
+        self.during: list[dict[str, float]] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        start = time.perf_counter()
         module.step_loss.item()  # waits for the device: a step's whole time is wanted here
-        now = time.perf_counter()
+        step = self.parts.end(time.perf_counter() - start)
         busy = trainer.strategy.saver.pending is not None and not trainer.strategy.saver.pending.done()
-        (self.during if busy else self.step_seconds).append(now - self._mark)
+        (self.during if busy else self.quiet).append(step)
+        if trainer.global_step == 1 and BACKGROUND in self.saves:
+            trainer.strategy.prepare_background_saves()
         if trainer.global_step % STEPS_BETWEEN == 0:
             trainer.strategy.saver.wait()
             trainer.strategy.barrier()
@@ -64,7 +124,7 @@ class Measure(Callback):
             self.callback.save(trainer, background=self.saves[trainer.global_step // STEPS_BETWEEN - 1] == BACKGROUND)
             self.blocked.append(time.perf_counter() - start)
             self.written = trainer.strategy.saver.write_seconds
-        self._mark = time.perf_counter()
+        self.parts.begin()
 
 
 def make(options: argparse.Namespace, steps: int, *callbacks: Callback) -> tuple[Trainer, GPTModule, GPTDataModule]:
@@ -139,9 +199,13 @@ def summary(options: argparse.Namespace, measure: Measure) -> dict[str, Any]:
         "checkpoint_gib": sum(facts["bytes"] for facts in checkpoint.manifest.files.values()) / GIB,
         "blocked_seconds": list(zip(measure.saves, [round(s, 4) for s in measure.blocked], strict=True)),
         "until_committed_seconds": [round(s, 3) for s in measure.written],
-        "step_seconds": statistics.median(measure.step_seconds),
-        "step_seconds_while_writing": statistics.median(measure.during) if measure.during else None,
+        "step_seconds": statistics.median(step["seconds"] for step in measure.quiet),
+        "step_seconds_while_writing": statistics.median(s["seconds"] for s in measure.during)
+        if measure.during
+        else None,
         "steps_while_writing": len(measure.during),
+        "step_parts": medians(measure.quiet),
+        "step_parts_while_writing": medians(measure.during),
     }
 
 

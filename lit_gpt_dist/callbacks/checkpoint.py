@@ -93,6 +93,8 @@ class CheckpointCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
+        if step == self._first_step + 1 and self._background_save_ahead(trainer):
+            _strategy(trainer).prepare_background_saves()
         if self.every_n_steps is None or step == self.saved_step or step % self.every_n_steps:
             return
         if self.save_at_end and step == trainer.max_steps:
@@ -133,7 +135,7 @@ class CheckpointCallback(Callback):
             strategy.saver.wait()
             return
         if background is None:
-            background = self.async_save if self.async_save is not None else strategy.root_device.type == "cuda"
+            background = self._in_background(strategy)
         measured = self._val_loss is not None and self._val_loss[0] == step
         options = SaveOptions(
             background=background,
@@ -152,6 +154,16 @@ class CheckpointCallback(Callback):
         if self.failure_hours is not None and len(self.blocked_seconds) == 1 and step > self._first_step:
             step_seconds = (start - self._started) / (step - self._first_step)
             rank_zero_info(interval.advice(self.blocked_seconds[0], self.failure_hours, step_seconds))
+
+    def _in_background(self, strategy: FolderCheckpoints) -> bool:
+        return self.async_save if self.async_save is not None else strategy.root_device.type == "cuda"
+
+    def _background_save_ahead(self, trainer: pl.Trainer) -> bool:
+        """Whether one is due before training ends; the save at the end is never in the background."""
+        if self.every_n_steps is None or not self._in_background(_strategy(trainer)):
+            return False
+        next_save = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
+        return trainer.max_steps < 0 or next_save < trainer.max_steps
 
     def _after_commit(self, path: Path, run_id: str) -> None:
         """On rank 0, in the writing thread, once the new one stands: ``last`` means it, and superfluous ones go."""

@@ -3,6 +3,7 @@
 The files on disk are DCP's own, so that its tools open them too. Knows nothing of models or of what surrounds the tensors.
 """
 
+import contextlib
 import io
 import os
 import pickle
@@ -30,6 +31,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+PIECE_BYTES = 4 << 20  # summed and written at once: the second reads what the first left in the processor's cache
+BEHIND_BYTES = 64 << 20  # written before the disk is told to begin with it
+COPY_AHEAD_BYTES = 10_000_000  # DCP's default
 METADATA_FILE = ".metadata"
 PART_FILE = re.compile(r"__\d+_\d+\.distcp")
 
@@ -47,13 +51,30 @@ class ChecksummedFile(io.RawIOBase):
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.crc, self.size = file, 0, 0
+        self.passed_on = 0  # bytes that the disk was told to begin with
+        self.forgotten = 0  # and those of them that the system was told to forget once they were there
 
     def write(self, data: Any) -> int:
+        """Copies nothing but into the operating system, and lets other threads run meanwhile."""
         view = memoryview(data).cast("B")
-        self.crc = zlib.crc32(view, self.crc)
-        self.file.write(view)
-        self.size += len(view)
+        for start in range(0, len(view), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            self.crc = zlib.crc32(piece, self.crc)
+            self.file.write(piece)
+            self.size += len(piece)
+            if self.size - self.passed_on >= BEHIND_BYTES:
+                self._pass_on()
         return len(view)
+
+    def _pass_on(self) -> None:
+        """Lets the disk begin with the newest bytes, and the operating system forget the ones before, now written.
+
+        Otherwise a save fills memory with what nobody reads soon: training's data and code make way, and on a machine
+        whose memory is handed out as it is used, the new pages take longer than the disk.
+        """
+        self.flush()
+        forget_cached(self.fileno(), self.forgotten, self.size - self.forgotten)
+        self.forgotten, self.passed_on = self.passed_on, self.size
 
     def writable(self) -> bool:
         return True
@@ -67,6 +88,13 @@ class ChecksummedFile(io.RawIOBase):
 
     def fileno(self) -> int:
         return self.file.fileno()
+
+
+def forget_cached(descriptor: int, start: int = 0, length: int = 0) -> None:
+    """Asks for pages of a file to be written, or forgotten where they are; ``length`` 0: to its end. A hint, never a wait."""
+    if hasattr(os, "posix_fadvise"):  # Linux; elsewhere the operating system decides alone
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
 
 
 class DurableFileSystem(FileSystem):
@@ -88,6 +116,7 @@ class DurableFileSystem(FileSystem):
                 yield stream
                 file.flush()
                 os.fsync(file.fileno())
+                forget_cached(file.fileno())
         except BaseException as error:
             self.failures.append(error)
             raise
@@ -101,9 +130,16 @@ class DurableFileSystem(FileSystem):
 class Writer(FileSystemWriter):
     """DCP's file writer; ``written`` tells size and checksum of the files this process wrote."""
 
-    def __init__(self, folder: Path, threads: int = 1) -> None:
-        # syncing is the file system's: DCP's own comes before Python's buffer is flushed
-        super().__init__(folder, sync_files=False, thread_count=threads, overwrite=False)
+    def __init__(self, folder: Path, threads: int = 1, on_host: bool = False) -> None:
+        """``on_host``: all tensors are in host memory. Then no thread that writes calls the device, which trains."""
+        super().__init__(
+            folder,
+            sync_files=False,  # that is the file system's: DCP's own comes before Python's buffer is flushed
+            thread_count=threads,
+            overwrite=False,
+            # a single thread of DCP's copies ahead on the device's stream and waits for that: for training's steps
+            per_thread_copy_ahead=0 if on_host else COPY_AHEAD_BYTES,
+        )
         self.fs = DurableFileSystem()
 
     @property

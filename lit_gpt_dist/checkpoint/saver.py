@@ -23,6 +23,7 @@ from lit_gpt_dist.checkpoint.tensors import Stager, share_out
 
 FULL_BYTES = 64 << 20  # less than this free explains any failed write
 MAX_WRITE_THREADS = 4  # files a rank writes at once; more bring nothing to one disk
+BACKGROUND_THREADS = 1  # nobody waits for those: the cores, Python and the disk are training's first
 DCP_THREAD = "_write_files_from_queue"  # in the name of the threads that torch.distributed.checkpoint writes with
 T = TypeVar("T")
 
@@ -103,11 +104,15 @@ class Saver:
         tensors = share_out(job.shared, self.ranks.rank, self.ranks.size) | job.own
         if background:
             tensors = self.stager.stage(tensors)
-            self.pending = self.pool.submit(self._write, job, tensors, start)
+            self.pending = self.pool.submit(self._write, job, tensors, start, background)
             self.pending_path = job.path
         else:
-            self._write(job, tensors, start)
+            self._write(job, tensors, start, background)
         self.blocked_seconds.append(time.perf_counter() - start)
+
+    def prepare(self, shared: dict[str, Tensor]) -> None:
+        """Begins to make the host memory that saves of ``shared`` in the background need, beside training."""
+        self.stager.prepare(share_out(shared, self.ranks.rank, self.ranks.size))
 
     def wait(self) -> None:
         """Returns once nothing is being written any more. Raises SaveError if what was being written failed."""
@@ -126,14 +131,15 @@ class Saver:
             self.wait()
         finally:
             self.pool.shutdown()
+            self.stager.close()
 
-    def _write(self, job: Job, tensors: dict[str, Tensor], start: float) -> Path:
+    def _write(self, job: Job, tensors: dict[str, Tensor], start: float, background: bool) -> Path:
         """Every rank its part; then rank 0 commits. All ranks succeed or all raise SaveError."""
         temporary: Path | None = None
         committed: list[Path] = []  # on rank 0
         try:
             temporary = self.ranks.from_first(lambda: _make_temporary(job))
-            writer = Writer(temporary, threads=_write_threads())
+            writer = Writer(temporary, BACKGROUND_THREADS if background else _write_threads(), on_host=background)
             with silent_writers():
                 dcp.save(
                     {name: tensor.detach() for name, tensor in tensors.items()},

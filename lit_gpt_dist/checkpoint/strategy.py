@@ -125,6 +125,15 @@ class FolderCheckpoints(Strategy):
         )
         self.saver.save(job, options.background)
 
+    def prepare_background_saves(self) -> None:
+        """Begins to make host memory for them beside training: page-locking it takes seconds for large models.
+
+        Call it after a step: before the first one the optimizer has no state. Collective if it is the saver's first use.
+        """
+        assert self.lightning_module is not None
+        weights, _ = module_tensors(self.lightning_module)
+        self.saver.prepare(weights | optimizer_tensors(self.optimizers, weights)[0])
+
     def _document(self, aliases: dict[str, str]) -> dict[str, Any]:
         facts = compatible.facts_of(self.lightning_module.trainer)  # type: ignore[union-attr]
         document = {

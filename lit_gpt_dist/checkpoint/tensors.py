@@ -8,8 +8,10 @@ The optimizer's state is walked here rather than through ``torch.distributed.che
 optimizer step with zero gradients to find out what the state looks like, and expects every rank to hold all of it.
 """
 
+import threading
+import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -159,14 +161,69 @@ def share_out(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str,
     return mine
 
 
+class _Buffer(NamedTuple):
+    """What host memory a tensor needs."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    pinned: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Buffer":
+        source = local(tensor)
+        return cls(source.shape, source.dtype, source.is_cuda)
+
+    def make(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="cpu", pin_memory=self.pinned)
+
+
 class Stager:
-    """Copies tensors into host memory that is kept from save to save, page-locked where there is a GPU."""
+    """Copies tensors into host memory that is kept from save to save, page-locked where there is a GPU.
+
+    Page-locking takes seconds for a large model; ``prepare`` has it done before the first save, by a thread of its own.
+    """
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
+        self._preparing: threading.Thread | None = None
+        self._hurry = threading.Event()  # a save waits for the buffers
+        self._stop = threading.Event()
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begins to make the buffers that ``stage`` will need for tensors like these. Returns at once."""
+        if self._preparing is not None:
+            return
+        # the thread gets shapes only: it must neither keep tensors alive nor see one that training replaces
+        wanted = {name: _Buffer.of(tensor) for name, tensor in tensors.items() if name not in self.buffers}
+        self._preparing = threading.Thread(target=self._prepare, args=(wanted,), name="checkpoint-buffers")
+        self._preparing.start()
+
+    def _prepare(self, wanted: dict[str, _Buffer]) -> None:
+        for name, buffer in wanted.items():
+            if self._stop.is_set():
+                return
+            start = time.perf_counter()
+            try:
+                self.buffers[name] = buffer.make()
+            except RuntimeError:
+                return  # ``stage`` will try again, and raise it where somebody hears of it
+            # page-locking holds the driver's lock: training's launches get their turn, unless a save waits for this
+            self._hurry.wait(time.perf_counter() - start)
+
+    def _prepared(self) -> None:
+        """Returns once no other thread makes buffers."""
+        if self._preparing is not None:
+            self._hurry.set()
+            self._preparing.join()
+
+    def close(self) -> None:
+        """Ends the preparing."""
+        self._stop.set()
+        self._prepared()
 
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies that later training steps do not change. Blocks until the last one has arrived."""
+        self._prepared()
         self.buffers = {name: buffer for name, buffer in self.buffers.items() if name in tensors}
         staged = {name: self._copy(name, tensor.detach()) for name, tensor in tensors.items()}
         if any(local(tensor).is_cuda for tensor in tensors.values()):
@@ -177,7 +234,7 @@ class Stager:
         source = local(tensor)
         buffer = self.buffers.get(name)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            buffer = _Buffer.of(source).make()
             self.buffers[name] = buffer
         buffer.copy_(source, non_blocking=True)
         if not isinstance(tensor, DTensor):

@@ -16,7 +16,7 @@ from lit_gpt_dist.checkpoint import find
 from lit_gpt_dist.checkpoint import format as layout
 from lit_gpt_dist.checkpoint.codec import NotStorableError
 from lit_gpt_dist.checkpoint.saver import SaveError
-from lit_gpt_dist.checkpoint.strategy import SaveOptions
+from lit_gpt_dist.checkpoint.strategy import FolderCheckpoints, SaveOptions
 from lit_gpt_dist.data.datamodule import GPTDataModule
 from lit_gpt_dist.errors import EXIT_REQUEUE, RunStopped, UserError
 from lit_gpt_dist.module import GPTModule
@@ -317,6 +317,38 @@ class AskDuring(Callback):
     def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
         if trainer.global_step == self.step:
             self.signals.watch.receive(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("async_save", "every_n_steps", "prepared"), [(True, 4, [1]), (True, 8, []), (False, 4, []), (None, 4, [])]
+)
+def test_memory_is_made_after_the_first_step_where_a_save_in_the_background_is_ahead(
+    tmp_path, text, monkeypatch, async_save, every_n_steps, prepared
+):
+    steps = []
+    monkeypatch.setattr(
+        FolderCheckpoints,
+        "prepare_background_saves",
+        lambda strategy: steps.append(strategy.lightning_module.trainer.global_step),
+    )
+    fit(tmp_path, text, 8, CheckpointCallback(every_n_steps=every_n_steps, async_save=async_save))
+    assert steps == prepared
+
+
+def test_a_save_in_the_background_uses_what_was_made_after_the_first_step(tmp_path, text):
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.stager = trainer.strategy.saver.stager
+            if trainer.global_step == 2:
+                self.stager._preparing.join()
+                self.made = dict(self.stager.buffers)
+
+    watch = Watch()
+    fit(tmp_path, text, 5, saver(async_save=True, save_at_end=False), watch)
+    used = watch.stager.buffers
+    assert {name.split(".")[0] for name in watch.made} == {"model", "optimizer"}
+    assert all(used[name] is buffer for name, buffer in watch.made.items())
+    assert {name.split(".")[0] for name in set(used) - set(watch.made)} <= {"rng", "state"}
 
 
 def test_a_signal_during_validation_saves_the_step_and_the_run_goes_on_from_it(whole, tmp_path, text):
