@@ -5,6 +5,7 @@ Knows which micro-batches make a step; knows nothing of how strategies spread th
 
 import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -210,7 +211,8 @@ class GPTModule(pl.LightningModule):
             windows: (accumulate, micro, context + 1).
 
         Returns:
-            The last micro-batch's share of the loss. Lightning runs its backward, the one that synchronises.
+            The last micro-batch's share of the loss. Lightning runs its backward, the one that synchronises. Of a recorded
+            step, which has taken backward and update too: its loss.
         """
         if self.in_graph:
             if self.step_graph is None:
@@ -262,7 +264,7 @@ class GPTModule(pl.LightningModule):
 
     @property
     def in_graph(self) -> bool:
-        """Whether the next step is a replay: then no hook is called between its parts."""
+        """Whether the next step is one call, which ``StepLoop`` makes: then no hook is called between its parts."""
         return self.graph_wanted and self.trainer.global_step >= self._graph_from
 
     def on_train_end(self) -> None:
@@ -274,19 +276,10 @@ class GPTModule(pl.LightningModule):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Lightning's own, until the whole step is recorded; then the closure's one replay is the step."""
-        if self.in_graph:
-            assert optimizer_closure is not None
-            optimizer_closure()
-        elif self.graph_wanted:  # on a side stream: what autograd keeps must not belong to the default one
-            with on_side_stream(self.device):
-                super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        else:
+        """Lightning's own. On a side stream where steps will be recorded: what autograd keeps must not belong to the default
+        one."""
+        with on_side_stream(self.device) if self.graph_wanted else nullcontext():
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self.step_graph is None or loss.requires_grad:
-            loss.backward(*args, **kwargs)
 
     def _replay(self, windows: Tensor) -> Tensor:
         assert self.step_graph is not None

@@ -1,7 +1,9 @@
 """Lightning's Trainer where it needs a little more: our strategies behind ``auto``, a run folder, no sync per step."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +14,100 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lit_gpt_dist.parallel import SingleDevice
 
 NOTHING = nullcontext()
 
 
-class StepLoop(_TrainingEpochLoop):
-    """The training loop without a broadcast before every batch.
+Hooks = list[Callable[..., Any]]
 
-    Lightning 2.6 shares a SIGTERM flag by a broadcast and an ``item()`` per batch, which makes the CPU wait for the GPU at
-    each step. ``callbacks/signals.py`` agrees on signals in its own way.
+
+class StepLoop(_TrainingEpochLoop):
+    """The training loop with as little between two steps as can be.
+
+    A step of a small model takes a GPU under two milliseconds, and Lightning 2.6 some one and a half of the host: it shares a
+    SIGTERM flag by a broadcast and an ``item()`` before every batch, for which the CPU waits (``callbacks/signals.py`` agrees on
+    signals in its own way); it asks every callback for every hook, overridden or not; and it drives a recorded step
+    hook by hook. Here a step makes the calls of ``_TrainingEpochLoop.advance`` in its order, less those that do nothing.
     """
 
+    takes_whole_steps = True
     watchers: tuple[Callable[[], None], ...] = ()  # called before a step's batch is asked for
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        super().on_run_start(data_fetcher)
+        self._on_start = overridden(self.trainer, "on_train_batch_start")
+        self._on_end = overridden(self.trainer, "on_train_batch_end")
 
     def advance(self, data_fetcher: Any) -> None:
         for watcher in self.watchers:
             watcher()
-        super().advance(data_fetcher)
+        if self.restarting:  # the first step after a resume has counters to put right
+            super().advance(data_fetcher)
+            return
+        trainer: Any = self.trainer
+        module, strategy = trainer.lightning_module, trainer.strategy
+        self.val_loop.restarting = False
+        batch, index = self._next_batch(data_fetcher)
+        trainer._logger_connector.on_batch_start(batch)
+        call_hooks(self._on_start, module, "on_train_batch_start", batch, index)
+        strategy.on_train_batch_start(batch, index)
+        self.batch_progress.increment_started()
+        if module.in_graph:
+            outputs = self._replay(module, strategy, batch, index)
+        else:
+            kwargs = OrderedDict(batch=batch, batch_idx=index)
+            outputs = self.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
+        self.batch_progress.increment_processed()
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        call_hooks(self._on_end, module, "on_train_batch_end", outputs, batch, index)
+        trainer._logger_connector.on_batch_end()
+        self.batch_progress.increment_completed()
+        trainer._logger_connector.update_train_step_metrics()
+
+    def _next_batch(self, data_fetcher: Any) -> tuple[Any, int]:
+        """On the device, and its number."""
+        trainer: Any = self.trainer
+        batch, _, _ = next(data_fetcher)
+        index = self.batch_idx + 1
+        self.batch_progress.is_last_batch = data_fetcher.done
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        self.batch_progress.increment_ready()
+        return batch, index
+
+    def _replay(self, module: Any, strategy: Any, batch: Any, index: int) -> dict[str, Any]:
+        """A whole optimizer step in one call; the count of optimizer steps is the run's global step."""
+        progress = self.automatic_optimization.optim_progress.optimizer.step
+        progress.increment_ready()
+        loss = strategy.training_step(batch, index)
+        progress.increment_completed()
+        return {"loss": loss}
 
     def _broadcast_sigterm_tensor(self) -> None:
         pass
+
+
+def overridden(trainer: Any, name: str) -> Hooks:
+    """The hook ``name`` of those callbacks that have it, in their order, and then the module's."""
+    module = trainer.lightning_module
+    hooks: Hooks = [
+        partial(getattr(callback, name), trainer, module)
+        for callback in trainer.callbacks
+        if is_overridden(name, callback, pl.Callback)
+    ]
+    return hooks + ([getattr(module, name)] if is_overridden(name, module, pl.LightningModule) else [])
+
+
+def call_hooks(hooks: Hooks, module: Any, name: str, *arguments: Any) -> None:
+    """As Lightning does: ``module.log`` asks which hook it is in."""
+    before, module._current_fx_name = module._current_fx_name, name
+    for hook in hooks:
+        hook(*arguments)
+    module._current_fx_name = before
 
 
 class NoProfiler(PassThroughProfiler):

@@ -84,7 +84,11 @@ class StepBar(ProgressBar):
         if self.quiet or not trainer.is_global_zero:
             return
         now = time.monotonic()
-        if self._progress is not None and now - self._drawn_at < SECONDS_BETWEEN and trainer.global_step < trainer.max_steps:
+        if (
+            self._progress is not None
+            and now - self._drawn_at < SECONDS_BETWEEN
+            and trainer.global_step < trainer.max_steps
+        ):
             return
         self._drawn_at = now
         recorder = find_recorder(trainer)

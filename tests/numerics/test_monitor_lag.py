@@ -50,7 +50,9 @@ def test_a_late_reading_logs_the_same_numbers_for_the_same_steps(val_every: int 
     at_once, steps, losses = noted(run, 0)
     late, late_steps, late_losses = noted(run, 3)
     assert steps == [(4, 4), (8, 8), (12, 12)]
-    assert late_steps == [(4, 6 if val_every else 7), (8, 11), (12, 12)], "validation waits for what was begun before it"
+    assert late_steps == [(4, 6 if val_every else 7), (8, 11), (12, 12)], (
+        "validation waits for what was begun before it"
+    )
     assert late_losses == losses
     for step in (4, 8, 12):
         assert {name: late[step][name] for name in SAME_AT_ANY_LAG} == {

@@ -1,0 +1,118 @@
+"""The way a recorded step takes through the Trainer, without a GPU: a stand-in for the CUDA graph calls what it was given.
+
+What only a GPU can show (that the recording itself computes the same) is measured: docs/performance.md.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.ranks import on_ranks
+from helpers.training import Run, build, full_parameters
+from torch import Tensor
+
+from lit_gpt_dist import module as module_file
+from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
+from lit_gpt_dist.callbacks.recorder import StepRecorder
+from lit_gpt_dist.parallel import strategies
+from lit_gpt_dist.parallel.graph import why_not
+
+ONE = Run(steps=24, val_every=8, model=dict(size="tiny", context=32, dropout=0.0))
+
+
+class CalledAgain:
+    """``StepGraph``, but each replay calls the step."""
+
+    def __init__(self, step: Any, windows: Tensor) -> None:
+        self.step = step
+
+    def replay(self, windows: Tensor) -> None:
+        self.loss, self.gradient_norm = self.step(windows)
+
+
+@dataclass
+class Seen:
+    """How often what is called, and with which step."""
+
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    validations: list[int] = field(default_factory=list)
+    part_by_part: int = 0
+
+
+class Hooks(pl.Callback):
+    def __init__(self) -> None:
+        self.seen = Seen()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        self.seen.starts.append(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        assert torch.isfinite(outputs["loss"])
+        self.seen.ends.append(trainer.global_step)
+
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.seen.part_by_part += 1
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.seen.validations.append(trainer.global_step)
+
+
+def trained(
+    run: Run, recorded: bool, folder: str, resume: str | None = None
+) -> tuple[list[float], dict[str, Tensor], Seen, float]:
+    """Losses, weights, what the hooks saw, and the last validation loss."""
+    with pytest.MonkeyPatch.context() as patch:
+        if recorded:
+            patch.setattr(module_file, "StepGraph", CalledAgain)
+            patch.setattr(module_file, "decide_graph", lambda *_: True)
+            patch.setattr(module_file, "make_capturable", lambda *_: None)
+            for file in (module_file, strategies):
+                patch.setattr(file, "on_side_stream", lambda *_: nullcontext())
+        recorder, hooks = StepRecorder(), Hooks()
+        trainer, module, data = build(run, recorder, hooks, CheckpointCallback(every_n_steps=20), folder=folder)
+        trainer.fit(module, datamodule=data, ckpt_path=resume)
+    return recorder.losses, full_parameters(module), hooks.seen, float(trainer.callback_metrics["val/loss"])
+
+
+@pytest.mark.parametrize(("strategy", "warmup"), [("single", 4), ("ddp", 12), ("fsdp2", 4)])
+def test_recorded_steps_are_the_same_steps_with_hooks_at_both_ends_only(
+    tmp_path: Path, strategy: str, warmup: int
+) -> None:
+    run = ONE if strategy == "single" else ONE.on(strategy, 2)
+
+    def both(recorded: bool) -> Any:
+        arguments = (run, recorded, str(tmp_path / str(recorded)))
+        return trained(*arguments) if strategy == "single" else on_ranks(2, trained, *arguments)[0]
+
+    losses, weights, hooks, validation = both(False)
+    recorded_losses, recorded_weights, seen, recorded_validation = both(True)
+    assert recorded_losses == losses
+    assert recorded_validation == validation
+    assert all(torch.equal(weights[name], recorded_weights[name]) for name in weights)
+    assert hooks.part_by_part == 24
+    assert seen.part_by_part == warmup, "the steps before the recording"
+    assert seen.starts == hooks.starts == list(range(24))
+    assert seen.ends == hooks.ends == list(range(1, 25))
+    assert seen.validations == hooks.validations == [8, 16, 24]
+
+
+def test_a_run_goes_on_from_a_recorded_step_on_the_same_curve(tmp_path: Path) -> None:
+    reference = trained(ONE, False, str(tmp_path / "straight"))
+    trained(Run(**{**vars(ONE), "steps": 22, "optim": dict(schedule_steps=24)}), True, str(tmp_path / "first"))
+    resumed = trained(
+        ONE, True, str(tmp_path / "first"), resume=str(tmp_path / "first" / "checkpoints" / "step-00000020")
+    )
+    assert resumed[0] == reference[0][20:]
+    assert all(torch.equal(reference[1][name], resumed[1][name]) for name in reference[1])
+
+
+def test_lightnings_own_trainer_records_nothing() -> None:
+    trainer, module, _ = build(ONE)
+    trainer.strategy._root_device = torch.device("cuda")  # type: ignore[union-attr]
+    trainer.fit_loop.epoch_loop = pl.Trainer(logger=False, accelerator="cpu").fit_loop.epoch_loop
+    assert "own Trainer" in (why_not(trainer, module) or "")
