@@ -24,7 +24,7 @@ from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.optim.config import FINE_TUNING_RATE, LEARNING_RATES, OptimConfig
 from lit_gpt_dist.optim.groups import make_adamw
 from lit_gpt_dist.optim.schedules import lr_factor
-from lit_gpt_dist.parallel.clip import clip_by_global_norm
+from lit_gpt_dist.parallel.clip import clip_by_global_norm, clip_in_update, clips_in_update, forget_scale
 from lit_gpt_dist.parallel.compile import Compile, compile_model, eagerly, resolve_compile
 from lit_gpt_dist.parallel.graph import (
     DDP_WARMUP_STEPS,
@@ -218,7 +218,7 @@ class GPTModule(pl.LightningModule):
             if self.step_graph is None:
                 self.step_graph = StepGraph(self._whole_step, windows)
             return self._replay(windows)
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.trainer.optimizers[0].zero_grad()
         losses = self._accumulate(windows)
         loss = self._micro_loss(windows, len(windows) - 1)
         self.step_loss = mean_loss([*losses, loss.detach()])
@@ -268,6 +268,7 @@ class GPTModule(pl.LightningModule):
         return self.graph_wanted and self.trainer.global_step >= self._graph_from
 
     def on_train_end(self) -> None:
+        forget_scale(self.trainer.optimizers[0])
         self.step_graph = None  # Lightning moves the model to the CPU next; a replay after that would crash
 
     def on_exception(self, exception: BaseException) -> None:
@@ -311,7 +312,11 @@ class GPTModule(pl.LightningModule):
     ) -> None:
         assert self.model is not None
         by_value = gradient_clip_algorithm == "value"
-        self.gradient_norm = clip_by_global_norm(self.model.parameters(), None if by_value else gradient_clip_val)
+        in_update = bool(gradient_clip_val) and not by_value and clips_in_update(optimizer)
+        limit = None if by_value or in_update else gradient_clip_val
+        self.gradient_norm = clip_by_global_norm(self.model.parameters(), limit)
+        if in_update:
+            clip_in_update(optimizer, self.gradient_norm, gradient_clip_val)  # type: ignore[arg-type]
         if by_value:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         if self.norm_watcher is not None:
@@ -338,6 +343,8 @@ def mean_loss(losses: list[Tensor]) -> Tensor:
     """Mean of scalars, in fp64: a curve is compared to 1e-6, and fp32 near 4 has steps of 5e-7."""
     if losses[0].device.type == "mps":  # has no fp64
         return torch.stack(losses).mean()
+    if len(losses) == 1:
+        return losses[0].double()
     return torch.stack([loss.double() for loss in losses]).mean()
 
 

@@ -1,4 +1,4 @@
-"""Gradient norm over all ranks, and clipping by it."""
+"""Gradient norm over all ranks, and clipping by it: in place, or within a fused optimizer's update."""
 
 from collections.abc import Iterable
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 
 def clip_by_global_norm(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
@@ -24,3 +25,23 @@ def clip_by_global_norm(parameters: Iterable[nn.Parameter], limit: float | None)
         with torch.no_grad():
             clip_grads_with_norm_(with_gradient, limit, norm)
     return norm
+
+
+def clips_in_update(optimizer: Optimizer) -> bool:
+    """Whether the update can clip on its way, which saves reading and writing all gradients once more.
+
+    Fused optimizers divide gradients by a scale on the device, made for ``GradScaler``; it is a number of fp32.
+    """
+    weights = optimizer.param_groups[0]["params"][0]
+    return bool(optimizer.defaults.get("fused")) and weights.dtype == torch.float32
+
+
+def clip_in_update(optimizer: Optimizer, norm: Tensor, limit: float) -> None:
+    """As ``clip_by_global_norm`` with ``limit``, at the next update; the gradients are clipped after it."""
+    optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)  # type: ignore[attr-defined]
+
+
+def forget_scale(optimizer: Optimizer) -> None:
+    """Later updates take gradients as they are."""
+    if hasattr(optimizer, "grad_scale"):
+        del optimizer.grad_scale

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from helpers.ranks import on_ranks
-from helpers.training import Run, build, full
+from helpers.training import Run, build, full, full_parameters
 
 LIMIT = 0.25
 ONE = Run(steps=4, precision="64-true", clip=LIMIT, optim=dict(lr=1e-3, warmup_steps=0))
@@ -44,6 +44,30 @@ def test_clipping_norm_is_equal_under_single_ddp_and_fsdp2_and_stays_below_the_l
         for got_before, got_after in of_rank:
             assert got_before == pytest.approx(before, rel=1e-12)
             assert got_after == pytest.approx(after, rel=1e-12)
+
+
+def test_a_fused_update_clips_on_its_way_and_moves_the_weights_as_far() -> None:
+    """In fp32: the scale that fused optimizers take is one number of it. Gradients are compared after the update."""
+    run = Run(steps=4, clip=LIMIT, optim=dict(lr=1e-3, warmup_steps=0))
+    before, after = norms(run)
+    assert min(before) > LIMIT
+    assert after == pytest.approx([LIMIT] * run.steps, rel=1e-5)
+    fused, in_place = weights(run), weights(Run(**{**vars(run), "optim": dict(run.optim, fused=False)}))
+    start = weights(Run(**{**vars(run), "steps": 0}))
+    for name in fused:
+        moved = (in_place[name] - start[name]).norm()
+        assert (fused[name] - in_place[name]).norm() <= 1e-5 * moved, name
+    for of_rank in on_ranks(2, norms_of, [run.on("ddp", 2), run.on("fsdp2", 2)]):
+        for got_before, got_after in of_rank:
+            assert got_before == pytest.approx(before, rel=1e-5)
+            assert got_after == pytest.approx(after, rel=1e-5)
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    trainer, module, data = build(run)
+    trainer.fit(module, datamodule=data)
+    assert not any(hasattr(optimizer, "grad_scale") for optimizer in trainer.optimizers), "later updates are the user's"
+    return full_parameters(module)
 
 
 def test_without_a_limit_the_norm_is_measured_and_nothing_clipped() -> None:
