@@ -16,9 +16,19 @@ small="--model.size baby --data.global_batch 64 --export false"
 fit baby-3000 --model.size baby --data.global_batch 64 --data.micro_batch 64 --trainer.devices 1 --trainer.max_steps 3000 \
     --model.dropout 0.2 --sample_tokens 400
 sed -n '/a sample/,/────$/p' "$out/baby-3000.log"
-fit baby-single $small --trainer.devices 1 --data.micro_batch 32 --trainer.max_steps 300
-fit baby-ddp2 $small --trainer.devices 2 --trainer.strategy ddp --data.micro_batch 32 --trainer.max_steps 300
-fit baby-fsdp2 $small --trainer.devices 2 --trainer.strategy fsdp2 --data.micro_batch 32 --trainer.max_steps 300
+curve="$small --data.micro_batch 32 --trainer.max_steps 300"
+# equal bit by bit: kernels that add in a fixed order, compiled alike on one card and on two
+exact="$curve --trainer.deterministic true --model.compile blocks"
+export CUBLAS_WORKSPACE_CONFIG=:4096:8
+fit exact-single $exact --trainer.devices 1
+fit exact-ddp2 $exact --trainer.devices 2 --trainer.strategy ddp
+fit exact-fsdp2 $exact --trainer.devices 2 --trainer.strategy fsdp2
+# as by default: apart by what rounding grows to
+for rate in 1e-4 3e-4; do
+    fit "single-$rate" $curve --optim.lr $rate --trainer.devices 1
+    fit "ddp2-$rate" $curve --optim.lr $rate --trainer.devices 2 --trainer.strategy ddp
+    fit "fsdp2-$rate" $curve --optim.lr $rate --trainer.devices 2 --trainer.strategy fsdp2
+done
 big="--model.size big --data.global_batch 64 --data.micro_batch 4 --trainer.devices 2 --trainer.strategy fsdp2 --export false"
 fit big-fsdp2 $big --trainer.max_steps 20 --trainer.val_check_interval 100 --checkpoint.save_at_end false
 fit big-fsdp2-recompute $big --trainer.max_steps 20 --trainer.val_check_interval 100 --checkpoint.save_at_end false --model.recompute full
@@ -26,11 +36,15 @@ ${PYTHON:-python3} - "$out" <<'P'
 import json, sys
 def line(tag):
     return json.loads(open(f"{sys.argv[1]}/{tag}/results.jsonl").read().splitlines()[-1])
-reference = line("baby-single")["losses"]
-for tag in ("baby-ddp2", "baby-fsdp2"):
-    gaps = [abs(a - b) for a, b in zip(reference, line(tag)["losses"], strict=True)]
-    print(f"{tag}: largest difference to one card over {len(gaps)} steps {max(gaps):.2e} (first 20: {max(gaps[:20]):.2e})")
-for tag in ("baby-3000", "baby-single", "baby-ddp2", "baby-fsdp2", "big-fsdp2", "big-fsdp2-recompute"):
+groups = [("exact-single", "exact-ddp2", "exact-fsdp2")]
+groups += [(f"single-{rate}", f"ddp2-{rate}", f"fsdp2-{rate}") for rate in ("1e-4", "3e-4")]
+for single, *others in groups:
+    reference = line(single)["losses"]
+    for tag in others:
+        gaps = [abs(a - b) for a, b in zip(reference, line(tag)["losses"], strict=True)]
+        first = ", ".join(f"first {n}: {max(gaps[:n]):.2e}" for n in (20, 100))
+        print(f"{tag}: largest difference to one card over {len(gaps)} steps {max(gaps):.2e} ({first})")
+for tag in ("baby-3000", *groups[1], "big-fsdp2", "big-fsdp2-recompute"):
     try:
         r = line(tag)
         print(tag, *(f"{k}={r[k]:.4g}" for k in ("tok_s", "step_ms", "mem_gib", "mfu", "mfu_half_attention", "val_loss") if r[k]))

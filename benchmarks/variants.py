@@ -1,0 +1,196 @@
+"""`python -m benchmarks.variants`: what single techniques are worth for one optimizer step, without a Trainer around it.
+
+Each variant is built, warmed up and timed in turn in one process; `--profile` lists the kernels of the last one. On a GPU a
+step is a replay of a CUDA graph unless the variant says otherwise. Windows are random tokens: only shapes matter.
+"""
+
+import gc
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lit_gpt_dist.arguments import ToolParser
+from lit_gpt_dist.callbacks.device import device_name
+from lit_gpt_dist.cli import guarded
+from lit_gpt_dist.errors import EXIT_OK, UserError
+from lit_gpt_dist.model.config import PRESETS, preset
+from lit_gpt_dist.model.flops import flops_per_token, model_flops_utilization
+from lit_gpt_dist.model.gpt import GPT
+from lit_gpt_dist.model.init import initialize
+from lit_gpt_dist.optim.config import OptimConfig
+from lit_gpt_dist.optim.groups import make_adamw
+from lit_gpt_dist.parallel.clip import clip_by_global_norm, clip_in_update
+from lit_gpt_dist.parallel.compile import compile_model
+from lit_gpt_dist.parallel.graph import StepGraph, make_capturable, on_side_stream
+from lit_gpt_dist.planner.hardware import device_by_name
+
+SWITCHES = {
+    "autocast": "products in bf16, the rest in fp32 (else: all activations in bf16)",
+    "clip": "clipping within the fused update (else: in place, before it)",
+    "eager": "not compiled",
+    "blocks": "each block compiled alone",
+    "pointwise": "the compiler tries more settings for elementwise kernels and reductions",
+    "combo": "the compiler joins independent kernels",
+    "flash": "attention through FlashAttention (else: what PyTorch chooses)",
+    "cudnn": "attention through cuDNN",
+    "launched": "kernels launched one by one (else: a CUDA graph)",
+}
+COMPILER: dict[str, dict[str, Any]] = {
+    "pointwise": {"max_autotune_pointwise": True},
+    "combo": {"combo_kernels": True, "benchmark_combo_kernel": True},
+}
+ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+class Variant:
+    """One optimizer step on random windows, built as the switches say."""
+
+    def __init__(self, switches: set[str], options: Namespace, device: torch.device) -> None:
+        self.switches, self.device = switches, device
+        self.config = preset(options.size, context=options.context, vocab_size=options.vocab_size)
+        with device:
+            self.model = GPT(self.config)
+        initialize(self.model, 1337)
+        if "autocast" not in switches:
+            self.model.compute_dtype = torch.bfloat16
+        self.forward = self._compiled()
+        self.optimizer = make_adamw(self.model, 1e-3, OptimConfig(), None, device)
+        if device.type == "cuda":
+            make_capturable(self.optimizer, device)
+        shape = (1, options.micro, self.config.context + 1)
+        self.windows = torch.randint(self.config.vocab_size, shape, device=device)
+
+    def _compiled(self) -> Callable[..., Tensor]:
+        if "eager" in self.switches:
+            return self.model
+        if "blocks" in self.switches:
+            compile_model(self.model, "blocks")
+            return self.model
+        settings = {
+            name: value for switch in COMPILER.keys() & self.switches for name, value in COMPILER[switch].items()
+        }
+        return torch.compile(self.model, dynamic=False, options=settings or None)
+
+    def step(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled="autocast" in self.switches):
+            loss = self.forward(windows[0, :, :-1], windows[0, :, 1:])
+        loss.backward()
+        norm = clip_by_global_norm(self.model.parameters(), None if "clip" in self.switches else 1.0)
+        if "clip" in self.switches:
+            clip_in_update(self.optimizer, norm, 1.0)
+        self.optimizer.step()
+        return loss.detach(), norm
+
+    def ready(self) -> Callable[[], object]:
+        """Warms up; one call then is one step."""
+        if self.device.type != "cuda":
+            self.step(self.windows)
+            return lambda: self.step(self.windows)
+        with on_side_stream(self.device):
+            for _ in range(3):
+                self.step(self.windows)
+        if "launched" in self.switches:
+            return lambda: self.step(self.windows)
+        self.recorded = StepGraph(self.step, self.windows)  # holds the memory that its replays read
+        return self.recorded.graph.replay
+
+
+def time_steps(step: Callable[[], object], steps: int, device: torch.device, rounds: int = 5) -> list[float]:
+    """Milliseconds a step, of several rounds after one that is left out; the device has nothing left to do at both ends."""
+    found = []
+    for _ in range(rounds + 1):
+        wait(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        wait(device)
+        found.append(1000 * (time.perf_counter() - began) / steps)
+    return found[1:]
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def attention(switches: set[str]) -> AbstractContextManager[Any]:
+    chosen = [backend for name, backend in ATTENTION.items() if name in switches]
+    return sdpa_kernel(chosen) if chosen else nullcontext()
+
+
+def kernels(step: Callable[[], object], repeats: int = 3) -> list[tuple[float, float, str]]:
+    """(microseconds a step, calls a step, name), longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            step()
+        torch.cuda.synchronize()
+    rows = [(e.self_device_time_total / repeats, e.count / repeats, e.key) for e in profile.key_averages()]
+    return sorted(rows, reverse=True)
+
+
+def parse(argv: list[str]) -> Namespace:
+    switches = ", ".join(f"{name}: {what}" for name, what in SWITCHES.items())
+    parser = ToolParser(
+        prog="python -m benchmarks.variants", description=f"Time variants of a step. Switches: {switches}."
+    )
+    parser.add_argument(
+        "variants", nargs="*", default=["autocast", "plain", "clip"], help="switches joined by +, or plain"
+    )
+    parser.add_argument("--size", default="baby", choices=sorted(PRESETS), help="preset of the model")
+    parser.add_argument("--micro", type=int, default=16, help="windows of a step")
+    parser.add_argument("--context", type=int, help="tokens of a window (default: the preset's)")
+    parser.add_argument("--vocab_size", type=int, help="rows of the embedding (default: the preset's, else 160)")
+    parser.add_argument("--steps", type=int, default=50, help="steps of a round")
+    parser.add_argument("--profile", type=int, default=0, help="so many kernels of each variant, by time")
+    options = parser.parse_args(argv)
+    options.vocab_size = options.vocab_size or PRESETS[options.size].get("vocab_size", 160)
+    for variant in options.variants:
+        for name in set(variant.split("+")) - {"plain"} - SWITCHES.keys():
+            raise UserError(f"switch {name!r} is not one of plain, {', '.join(SWITCHES)}")
+    return options
+
+
+def report(variant: Variant, name: str, milliseconds: list[float], micro: int) -> str:
+    median = statistics.median(milliseconds)
+    rate = micro * variant.config.context / median * 1000
+    flops, peak = flops_per_token(variant.config).palm, device_by_name(device_name(variant.device)).peak_flops
+    used = f", {model_flops_utilization(flops, rate, peak, 1):.1%} MFU" if peak else ""
+    spread = (max(milliseconds) - min(milliseconds)) / median
+    return f"{name}: {median:.3f} ms a step (spread {spread:.1%}), {rate:,.0f} tokens/s{used}"
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    print(
+        f"{options.size}, {options.micro} windows, vocabulary {options.vocab_size}, {device_name(device)}, torch {torch.__version__}"
+    )
+    for name in options.variants:
+        torch.compiler.reset()
+        switches = set(name.split("+"))
+        with attention(switches):
+            variant = Variant(switches, options, device)
+            step = variant.ready()
+            print(report(variant, name, time_steps(step, options.steps, device), options.micro), flush=True)
+            if options.profile and device.type == "cuda":
+                rows = kernels(step)
+                print(f"  {sum(row[1] for row in rows):.0f} kernels, {sum(row[0] for row in rows):.0f} µs")
+                for microseconds, calls, kernel in rows[: options.profile]:
+                    print(f"  {microseconds:9.1f} µs {calls:5.0f} × {kernel[:100]}")
+        del variant, step
+        gc.collect()
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main, sys.argv[1:]))
