@@ -60,6 +60,10 @@ def end_table(trainer: Any) -> Table:
     if line["tok_s"]:
         mfu = f", {line['mfu']:.1%} MFU (PaLM count)" if line["mfu"] else ""
         table.add_row("speed", f"{line['tok_s']:,.0f} tokens/s, {line['step_ms']:.2f} ms a step{mfu}")
+    if first := line["start_s"].get("first_step"):
+        compiling = line["paused_s"].get("compile", 0.0)
+        of_it = f", {compiling:.1f} s of the run compiling" if compiling >= 0.1 else ""
+        table.add_row("start", f"{first:.1f} s from the command to the end of the first step{of_it}")
     if line["mem_gib"]:
         table.add_row("memory", f"{line['mem_gib']:.2f} GiB on a device at most")
     else:

@@ -1,9 +1,23 @@
 """Marks on a device's timeline that cost no waiting: CUDA events, or the host's clock on a CPU. Knows nothing of training."""
 
+import os
 import time
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+_IMPORTED = time.monotonic()
+
+
+def process_seconds() -> float:
+    """Seconds since this process was started (Linux), else since this module was imported."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # a program's name may hold blanks
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), after boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.monotonic() - _IMPORTED
 
 
 class Clock(Protocol):

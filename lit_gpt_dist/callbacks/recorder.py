@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lit_gpt_dist.callbacks.clock import HostClock, clock_for
+from lit_gpt_dist.callbacks.clock import HostClock, clock_for, process_seconds
 from lit_gpt_dist.callbacks.exchange import Exchange
 from lit_gpt_dist.callbacks.memory import PeakMemory
 from lit_gpt_dist.callbacks.notices import Once
@@ -88,6 +88,7 @@ class StepRecorder(pl.Callback):
         start: step at which this run began (0, or that of the checkpoint).
         latest: the last reading.
         timed_steps, timed_seconds: what the speed of the run is computed from.
+        start_seconds: how old the process was when training began, and when its first step was done.
         paused_seconds: time spent validating, saving and compiling, by kind.
         tokens: seen by the model, earlier parts of a resumed run included.
     """
@@ -101,6 +102,7 @@ class StepRecorder(pl.Callback):
         self.latest: Reading | None = None
         self.timed_steps = 0
         self.timed_seconds = 0.0
+        self.start_seconds: dict[str, float] = {}
         self.paused_seconds: dict[str, float] = {}
         self.tokens = 0
         self.started_at = time.perf_counter()
@@ -116,6 +118,7 @@ class StepRecorder(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.start = trainer.global_step
+        self.start_seconds = {"training": process_seconds()}
         planned = trainer.max_steps - self.start
         self._warmup_until = self.start + max(1, min(10, planned // 5))
         self.memory.begin(module.device)
@@ -132,6 +135,9 @@ class StepRecorder(pl.Callback):
         self._keep(module.step_loss, trainer.log_every_n_steps)
         self.times.step_ended()
         self.tokens += tokens_per_step(trainer, module)
+        if step == self.start + 1:
+            module.step_loss.item()  # waits for the device
+            self.start_seconds["first_step"] = process_seconds()
         if step % trainer.log_every_n_steps == 0 or step == trainer.max_steps:
             self._ask(trainer, module)
         if self._request is not None and (step >= self._request.step + (self.lag or 0) or step == trainer.max_steps):

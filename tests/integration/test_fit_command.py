@@ -32,7 +32,7 @@ def test_saved_configuration_runs_the_same_run_again(text: Path, tmp_path: Path)
     assert len(one["losses"]) == 6
     assert two["val_loss"] == one["val_loss"]
     different = {name for name in one if one[name] != two[name]}
-    assert different <= {"step_ms", "tok_s", "host_gib", "paused_s", "time", "command", "run_dir"} | {
+    assert different <= {"step_ms", "tok_s", "host_gib", "paused_s", "start_s", "time", "command", "run_dir"} | {
         name for name in one if name.endswith("_ms")
     }
 
@@ -42,6 +42,7 @@ def test_results_line_has_its_fields_and_its_rates_agree(text: Path, tmp_path: P
     (line,) = results(tmp_path)
     assert [name for name in FIELDS.split() if name not in line] == []
     assert (line["mode"], line["world"], line["micro"], line["accum"], line["start"]) == ("single", 1, 4, 4, 0)
+    assert 0 < line["start_s"]["training"] < line["start_s"]["first_step"]
     assert line["tokens_per_step"] == 16 * 32
     assert line["tok_s"] == pytest.approx(line["tokens_per_step"] / (line["step_ms"] / 1000), rel=1e-9)
     assert line["mem_gib"] is None, "there is no device memory on a CPU"

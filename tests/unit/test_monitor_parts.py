@@ -1,6 +1,9 @@
 """Statistics and judgements of the monitor, without a Trainer."""
 
 import math
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +78,15 @@ def test_phases_of_a_step_add_up_to_it_and_waiting_is_taken_out_of_backward() ->
     found = phase_seconds(sample, HostClock())
     assert found == {"data": 1.0, "forward": 3.5, "backward": 8.0, "communication": 2.5, "optimizer": 1.0}
     assert sum(found.values()) == 16.0
+
+
+def test_a_process_knows_how_old_it_is() -> None:
+    program = "import time; from lit_gpt_dist.callbacks.clock import process_seconds as age; a = age(); time.sleep(0.2); print(a, age())"
+    began = time.monotonic()
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
+    first, second = map(float, out.split())
+    assert 0 < first <= second - 0.2 <= time.monotonic() - began
+    assert first > 0.05, "importing counts too"
 
 
 # ---- numbers of all ranks -----------------------------------------------------------------------------------------
