@@ -81,10 +81,10 @@ def activation_lines(job: Job, found: Estimate) -> list[str]:
 
 def logits(job: Job, found: Estimate) -> list[str]:
     assert found.footprint
-    compiled = job.execution != "eager"
-    each = activations.LOGIT_BYTES_COMPILED if compiled else activations.LOGIT_BYTES_EAGER
+    compiled, width = job.execution != "eager", strategy_widths(job, found.layout)
+    each = activations.logit_bytes(width, compiled, job.autocast)
     why = "read off measurements" if compiled else "log-probabilities and two gradients, fp32"
-    total = activations.logits_bytes(job.model, job.micro_batch, job.context, compiled)
+    total = job.micro_batch * job.context * job.model.vocab_size * each
     return [
         f"{job.micro_batch} × {job.context} tokens × {job.model.vocab_size:,} logits × {each} bytes ({why})",
         f"  = {total / GIB:.3f} GiB, over {found.layout.tensor} tensor ranks",

@@ -20,7 +20,7 @@ from lit_gpt_dist.planner.activations import (
     Widths,
     ends_saved_bytes,
     layer_saved_bytes,
-    logits_bytes,
+    logit_bytes,
 )
 from lit_gpt_dist.planner.activations import widths as value_widths
 from lit_gpt_dist.planner.job import Job
@@ -81,7 +81,8 @@ def moment_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> dict[s
     kinds["copies"] = copy_bytes(job, plan, moment, accumulate)
     kinds["activations"] = activation_bytes(job, plan, accumulate, moment)
     if moment == "loss":
-        kinds["logits"] = logits_bytes(job.model, job.micro_batch, job.context, job.execution != "eager") / plan.tensor
+        each = logit_bytes(strategy_widths(job, plan), job.execution != "eager", job.autocast)
+        kinds["logits"] = job.micro_batch * job.context * job.model.vocab_size * each / plan.tensor
     kinds["buffers"] = buffer_bytes(job, plan, moment)
     kinds["workspace"] = job.device.workspace_bytes
     return kinds

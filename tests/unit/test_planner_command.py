@@ -102,7 +102,7 @@ def test_a_mistake_is_one_line_that_names_it(arguments, word):
 def result_line(**changes) -> dict:
     model = preset("big", vocab_size=50_304, context=1024)
     line = dict(tag="t", mode="ddp", size="big", world=2, accum=1, micro=16, global_batch=32, context=1024, params=model.parameters(),
-                mem_gib=53.9, step_ms=278.0, precision="bf16-mixed", recompute="none", compile="blocks", device="NVIDIA H200")  # fmt: skip
+                mem_gib=53.9, step_ms=278.0, precision="16-mixed", recompute="none", compile="blocks", device="NVIDIA H200")  # fmt: skip
     return {**line, **changes}
 
 
