@@ -1,4 +1,4 @@
-"""How far an update moves the weights: ‖update‖ / ‖weights‖, at readings only. Communicates nothing of its own.
+"""How far an update moves the weights: ‖update‖ / ‖weights‖, at some readings. Communicates nothing of its own.
 
 The update is recomputed from AdamW's moments, so no copy of the weights is kept: for the step t just taken with rate η and
 decay λ, u = η·m̂/(√v̂ + ε) + η·λ·w, where m̂ = m/(1−β₁ᵗ), v̂ = v/(1−β₂ᵗ) and w are the weights before it (Loshchilov and Hutter
@@ -17,6 +17,9 @@ from torch.optim import AdamW
 
 from lit_gpt_dist.callbacks.notices import Once
 
+STEPS_BETWEEN = (
+    100  # at least: it reads weights and moments some twenty times, a hundredth of a small model's step otherwise
+)
 CHUNK_BYTES = 64 << 20  # of weights: three temporary copies of so much are made at a time
 
 
@@ -25,12 +28,17 @@ class LearningPart:
 
     def __init__(self) -> None:
         self._once = Once()
+        self._measured_at: int | None = None
 
     def measure(self, trainer: pl.Trainer, module: Any) -> Sequence[float | Tensor]:
         optimizer: Any = trainer.optimizers[0]
         if not isinstance(optimizer, AdamW):
             self._once.tell(trainer, f"no update ratio: it is known for AdamW, not {type(optimizer).__name__}")
             return [0.0, 0.0]
+        step = trainer.global_step
+        if self._measured_at is not None and 0 < step - self._measured_at < STEPS_BETWEEN:
+            return [0.0, 0.0]
+        self._measured_at = step
         sums = torch.zeros(2, device=module.device)
         for group, rate in zip(optimizer.param_groups, rates_of_last_step(trainer), strict=True):
             for copies, parameters in chunks(group["params"], optimizer.state, trainer.world_size):
