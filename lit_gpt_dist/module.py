@@ -205,24 +205,41 @@ class GPTModule(pl.LightningModule):
         return self.model(windows[:, :-1], windows[:, 1:], reduction)
 
     def training_step(self, windows: Tensor, step: int) -> Tensor:
-        """Forward and backward of all this rank's micro-batches of one optimizer step.
+        """Forward and backward of all this rank's micro-batches of one optimizer step, where Lightning goes through it part by
+        part; else see ``take_step``.
 
         Args:
             windows: (accumulate, micro, context + 1).
 
         Returns:
-            The last micro-batch's share of the loss. Lightning runs its backward, the one that synchronises. Of a recorded
-            step, which has taken backward and update too: its loss.
+            The last micro-batch's share of the loss. Lightning runs its backward, the one that synchronises.
         """
-        if self.in_graph:
-            if self.step_graph is None:
-                self.step_graph = StepGraph(self._whole_step, windows)
-            return self._replay(windows)
         self.trainer.optimizers[0].zero_grad()
         losses = self._accumulate(windows)
         loss = self._micro_loss(windows, len(windows) - 1)
         self.step_loss = mean_loss([*losses, loss.detach()])
         return loss / len(windows)
+
+    def take_step(self, windows: Tensor) -> Tensor:
+        """A whole optimizer step in one call, recorded or not; its loss. Nobody is told of its parts."""
+        if self.in_graph:
+            if self.step_graph is None:
+                self.step_graph = StepGraph(self._whole_step, windows)
+            return self._replay(windows)
+        self.step_loss, self.gradient_norm = self._whole_step(windows)
+        return self.step_loss
+
+    def _whole_step(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """What Lightning drives hook by hook otherwise: the step's loss, and its gradient norm before clipping."""
+        optimizer, trainer = self.trainer.optimizers[0], self.trainer
+        optimizer.zero_grad(set_to_none=True)
+        losses = self._accumulate(windows)
+        loss = self._micro_loss(windows, len(windows) - 1)
+        (loss / len(windows)).backward()
+        self.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        optimizer.step()
+        assert self.gradient_norm is not None
+        return mean_loss([*losses, loss.detach()]), self.gradient_norm
 
     def _accumulate(self, windows: Tensor) -> list[Tensor]:
         """Gradients of all micro-batches but the last, kept on this rank; their losses."""
@@ -264,7 +281,7 @@ class GPTModule(pl.LightningModule):
 
     @property
     def in_graph(self) -> bool:
-        """Whether the next step is one call, which ``StepLoop`` makes: then no hook is called between its parts."""
+        """Whether the next step is a replay: then no hook is called between its parts."""
         return self.graph_wanted and self.trainer.global_step >= self._graph_from
 
     def on_train_end(self) -> None:
@@ -291,18 +308,6 @@ class GPTModule(pl.LightningModule):
         # copies: the next replay writes its results to the same place
         self.step_loss, self.gradient_norm = self.step_graph.loss.clone(), self.step_graph.gradient_norm.clone()
         return self.step_loss
-
-    def _whole_step(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """What Lightning drives hook by hook otherwise, in one piece to record."""
-        optimizer = self.trainer.optimizers[0]
-        optimizer.zero_grad(set_to_none=True)
-        losses = self._accumulate(windows)
-        loss = self._micro_loss(windows, len(windows) - 1)
-        (loss / len(windows)).backward()
-        self.configure_gradient_clipping(optimizer, self.trainer.gradient_clip_val)
-        optimizer.step()
-        assert self.gradient_norm is not None
-        return mean_loss([*losses, loss.detach()]), self.gradient_norm
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Lightning would zero between ``training_step`` and its backward, and lose all micro-batches but the last."""

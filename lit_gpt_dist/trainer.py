@@ -10,17 +10,21 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.parallel import SingleDevice
 
 NOTHING = nullcontext()
 
 
+PARTS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+STEP_METHODS = (*PARTS, "training_step", "optimizer_step", "backward", "optimizer_zero_grad", "lr_scheduler_step")
 Hooks = list[Callable[..., Any]]
 
 
@@ -29,8 +33,9 @@ class StepLoop(_TrainingEpochLoop):
 
     A step of a small model takes a GPU under two milliseconds, and Lightning 2.6 some one and a half of the host: it shares a
     SIGTERM flag by a broadcast and an ``item()`` before every batch, for which the CPU waits (``callbacks/signals.py`` agrees on
-    signals in its own way); it asks every callback for every hook, overridden or not; and it drives a recorded step
-    hook by hook. Here a step makes the calls of ``_TrainingEpochLoop.advance`` in its order, less those that do nothing.
+    signals in its own way); it asks every callback for every hook, overridden or not; and it goes through a step part by
+    part. Here a step makes the calls of ``_TrainingEpochLoop.advance`` in its order, less those that do nothing, and is a
+    single call unless somebody wants its parts: a callback that has one of ``PARTS``, and no ``wants_parts`` that is False.
     """
 
     takes_whole_steps = True
@@ -40,26 +45,38 @@ class StepLoop(_TrainingEpochLoop):
         super().on_run_start(data_fetcher)
         self._on_start = overridden(self.trainer, "on_train_batch_start")
         self._on_end = overridden(self.trainer, "on_train_batch_end")
+        self._must_part = parts_are_overridden(self.trainer)
+        self._part_callbacks = [
+            callback
+            for callback in self.trainer.callbacks  # type: ignore[attr-defined]
+            if any(is_overridden(name, callback, pl.Callback) for name in PARTS)
+        ]
+
+    def _parts_wanted(self, module: Any) -> bool:
+        if module.graph_wanted:  # its first steps, before there is something to replay, are Lightning's
+            return not module.in_graph
+        return self._must_part or any(getattr(callback, "wants_parts", True) for callback in self._part_callbacks)
 
     def advance(self, data_fetcher: Any) -> None:
         for watcher in self.watchers:
             watcher()
-        if self.restarting:  # the first step after a resume has counters to put right
-            super().advance(data_fetcher)
-            return
         trainer: Any = self.trainer
         module, strategy = trainer.lightning_module, trainer.strategy
+        # the first step after a resume has counters to put right; another module may want anything
+        if self.restarting or not isinstance(module, GPTModule):
+            super().advance(data_fetcher)
+            return
         self.val_loop.restarting = False
         batch, index = self._next_batch(data_fetcher)
         trainer._logger_connector.on_batch_start(batch)
         call_hooks(self._on_start, module, "on_train_batch_start", batch, index)
         strategy.on_train_batch_start(batch, index)
         self.batch_progress.increment_started()
-        if module.in_graph:
-            outputs = self._replay(module, strategy, batch, index)
-        else:
+        if self._parts_wanted(module):
             kwargs = OrderedDict(batch=batch, batch_idx=index)
             outputs = self.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
+        else:
+            outputs = self._take_step(strategy, batch)
         self.batch_progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         call_hooks(self._on_end, module, "on_train_batch_end", outputs, batch, index)
@@ -79,16 +96,24 @@ class StepLoop(_TrainingEpochLoop):
         self.batch_progress.increment_ready()
         return batch, index
 
-    def _replay(self, module: Any, strategy: Any, batch: Any, index: int) -> dict[str, Any]:
+    def _take_step(self, strategy: Any, batch: Any) -> dict[str, Any]:
         """A whole optimizer step in one call; the count of optimizer steps is the run's global step."""
         progress = self.automatic_optimization.optim_progress.optimizer.step
         progress.increment_ready()
-        loss = strategy.training_step(batch, index)
+        loss = strategy.take_step(batch)
         progress.increment_completed()
         return {"loss": loss}
 
     def _broadcast_sigterm_tensor(self) -> None:
         pass
+
+
+def parts_are_overridden(trainer: Any) -> bool:
+    """Whether the module's class, or the precision (a loss scaler), has its own way through a step's parts."""
+    module, plugin = trainer.lightning_module, trainer.precision_plugin
+    own = any(getattr(type(module), name) is not getattr(GPTModule, name) for name in STEP_METHODS)
+    scaled = any(getattr(type(plugin), name) is not getattr(Precision, name) for name in ("optimizer_step", "backward"))
+    return own or scaled
 
 
 def overridden(trainer: Any, name: str) -> Hooks:

@@ -60,6 +60,7 @@ class BadStepGuard(pl.Callback):
         self._bad_steps = torch.zeros(())  # updates left out, of the whole run
         self._bad_steps_known = 0.0  # of them, those that have been looked at
         self._alarm = False  # the last reading told of new ones
+        self._tripped = False  # on a CPU: a step was bad, and all updates since are left out
         self._seen: list[tuple[int, Tensor, Tensor, Tensor | None]] = []  # step, loss, norm, spike flag
         self._flag: Tensor | None = None
         self._mean: Tensor | None = None
@@ -78,6 +79,7 @@ class BadStepGuard(pl.Callback):
         device = module.device
         self._found, self._poison = torch.zeros((), device=device), torch.zeros((), device=device)
         self._bad_steps, self._bad_steps_known, self._alarm = torch.zeros((), device=device), 0.0, False
+        self._tripped = False
         if self._recorder is not None and self not in self._recorder.parts:
             self._recorder.parts.append(self)
         self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
@@ -86,6 +88,10 @@ class BadStepGuard(pl.Callback):
 
     def _watch(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Before the update: lets the optimizer leave the weights alone if the step is bad, or one was."""
+        if self._nothing_wrong(norm):
+            if hasattr(optimizer, "found_inf"):
+                del optimizer.found_inf
+            return
         if self._sticky:
             self._poison.add_(norm, alpha=0)  # 0·NaN and 0·∞ are NaN
         else:
@@ -100,6 +106,14 @@ class BadStepGuard(pl.Callback):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None  # an optimizer leaves such a parameter alone
+
+    def _nothing_wrong(self, norm: Tensor) -> bool:
+        """On a CPU, where a look costs nothing, and a flag that the optimizer has to heed a few percent of a small step."""
+        if norm.device.type != "cpu" or self.spike_factor is not None or self._tripped:
+            return False
+        calm = math.isfinite(float(norm))
+        self._tripped = self._sticky and not calm
+        return calm
 
     def _watch_for_spikes(self, norm: Tensor, factor: float) -> None:
         if self._mean is None:
@@ -217,6 +231,7 @@ class BadStepGuard(pl.Callback):
             return
         self.rollbacks.append((step, to))
         self._poison.zero_()
+        self._tripped = False
         self._mean, self._count = None, 0
         tell(trainer, f"{what}; back to the checkpoint of step {to}, the data go on after the bad ones")
         log_metrics(trainer, {"health/rollbacks": len(self.rollbacks)}, trainer.global_step)

@@ -69,6 +69,11 @@ class HangWatch(pl.Callback):
         trainer.fit_loop.epoch_loop.watchers += (lambda: self._alive("data"),)  # type: ignore[attr-defined]
         threading.Thread(target=self._watch, args=(timeout,), name="hang-watch", daemon=True).start()
 
+    @property
+    def wants_parts(self) -> bool:
+        """Whether the next step's parts must be told: where there are other ranks to wait for."""
+        return self._store is not None
+
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         self._alive("forward")
 

@@ -74,6 +74,11 @@ class PhaseSampler(pl.Callback):
             self._current = Sample(self._clock.mark(), [], [])
             self._exposed.begin()
 
+    @property
+    def wants_parts(self) -> bool:
+        """Whether the next step is a sampled one."""
+        return self._current is not None
+
     def _mark(self, phase: str) -> Any:
         if self._current is None or self._clock is None:
             return None

@@ -52,6 +52,11 @@ class DirectSteps(Strategy):
         with self.precision_plugin.train_step_context():
             return self.lightning_module.training_step(*args, **kwargs)
 
+    def take_step(self, windows: Tensor) -> Tensor:
+        assert self.lightning_module is not None
+        with self.precision_plugin.train_step_context():
+            return self.lightning_module.take_step(windows)  # type: ignore[operator]
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         with self.precision_plugin.val_step_context():

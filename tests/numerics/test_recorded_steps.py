@@ -45,7 +45,8 @@ class Seen:
 
 
 class Hooks(pl.Callback):
-    def __init__(self) -> None:
+    def __init__(self, wants_parts: bool = True) -> None:
+        self.wants_parts = wants_parts
         self.seen = Seen()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
@@ -63,7 +64,7 @@ class Hooks(pl.Callback):
 
 
 def trained(
-    run: Run, recorded: bool, folder: str, resume: str | None = None
+    run: Run, recorded: bool, folder: str, resume: str | None = None, wants_parts: bool = True
 ) -> tuple[list[float], dict[str, Tensor], Seen, float]:
     """Losses, weights, what the hooks saw, and the last validation loss."""
     with pytest.MonkeyPatch.context() as patch:
@@ -73,7 +74,7 @@ def trained(
             patch.setattr(module_file, "make_capturable", lambda *_: None)
             for file in (module_file, strategies):
                 patch.setattr(file, "on_side_stream", lambda *_: nullcontext())
-        recorder, hooks = StepRecorder(), Hooks()
+        recorder, hooks = StepRecorder(), Hooks(wants_parts)
         trainer, module, data = build(run, recorder, hooks, CheckpointCallback(every_n_steps=20), folder=folder)
         trainer.fit(module, datamodule=data, ckpt_path=resume)
     return recorder.losses, full_parameters(module), hooks.seen, float(trainer.callback_metrics["val/loss"])
@@ -99,6 +100,22 @@ def test_recorded_steps_are_the_same_steps_with_hooks_at_both_ends_only(
     assert seen.starts == hooks.starts == list(range(24))
     assert seen.ends == hooks.ends == list(range(1, 25))
     assert seen.validations == hooks.validations == [8, 16, 24]
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
+def test_a_step_that_nobody_wants_the_parts_of_is_one_call_with_the_same_result(tmp_path: Path, strategy: str) -> None:
+    run = ONE if strategy == "single" else ONE.on(strategy, 2)
+
+    def both(wants_parts: bool) -> Any:
+        arguments = (run, False, str(tmp_path / str(wants_parts)), None, wants_parts)
+        return trained(*arguments) if strategy == "single" else on_ranks(2, trained, *arguments)[0]
+
+    losses, weights, in_parts, _ = both(True)
+    whole_losses, whole_weights, whole, _ = both(False)
+    assert (in_parts.part_by_part, whole.part_by_part) == (24, 0)
+    assert whole_losses == losses
+    assert all(torch.equal(weights[name], whole_weights[name]) for name in weights)
+    assert whole.ends == list(range(1, 25))
 
 
 def test_a_run_goes_on_from_a_recorded_step_on_the_same_curve(tmp_path: Path) -> None:
