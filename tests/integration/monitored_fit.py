@@ -17,7 +17,7 @@ def plant(kind: str, rank: int, number: int) -> None:
 
     from lit_gpt_dist.module import GPTModule
 
-    training_step, micro_loss = GPTModule.training_step, GPTModule._micro_loss
+    accumulate, micro_loss = GPTModule._accumulate, GPTModule._micro_loss
 
     def here(module: Any) -> bool:
         return module.trainer.global_rank == rank
@@ -38,23 +38,23 @@ def plant(kind: str, rank: int, number: int) -> None:
             time.sleep(number / 1000)
         return micro_loss(self, windows, index)
 
-    def no_memory(self: Any, windows: Any, step: int) -> Any:
+    def no_memory(self: Any, windows: Any) -> Any:
         if at_step(self):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        return training_step(self, windows, step)
+        return accumulate(self, windows)
 
-    def stall(self: Any, windows: Any, step: int) -> Any:
+    def stall(self: Any, windows: Any) -> Any:
         if at_step(self):
             time.sleep(10_000)
-        return training_step(self, windows, step)
+        return accumulate(self, windows)
 
-    def skip_collective(self: Any, windows: Any, step: int) -> Any:
+    def skip_collective(self: Any, windows: Any) -> Any:
         """As a log call in a branch that one rank does not take."""
         if not hasattr(self, "apart"):
             self.apart = torch.distributed.new_group(backend="gloo")
         if not at_step(self) and self.trainer.global_step + 1 == number:
             torch.distributed.all_reduce(torch.ones(1), group=self.apart)
-        return training_step(self, windows, step)
+        return accumulate(self, windows)
 
     if kind == "slow-data":
         from lit_gpt_dist.data.datamodule import GPTDataModule
@@ -71,7 +71,7 @@ def plant(kind: str, rank: int, number: int) -> None:
         GPTModule._micro_loss = {"slow-compute": slow, "nan": poisoned}[kind]  # type: ignore[method-assign]
     else:
         steps = {"stall": stall, "skip-collective": skip_collective, "oom": no_memory}
-        GPTModule.training_step = steps[kind]  # type: ignore[method-assign]
+        GPTModule._accumulate = steps[kind]  # type: ignore[method-assign]  # in every way through a step
 
 
 if __name__ == "__main__":
