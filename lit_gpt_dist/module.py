@@ -4,6 +4,7 @@ Knows which micro-batches make a step; knows nothing of how strategies spread th
 """
 
 import hashlib
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -105,6 +106,7 @@ class GPTModule(pl.LightningModule):
         self.graph_option = cuda_graph
         self.graph_wanted = False
         self.step_graph: StepGraph | None = None
+        self._graph_from = sys.maxsize  # no step is recorded until the graph is armed
         self.optim = optim or OptimConfig()
         self.seed = seed
         self.init_from = init_from
@@ -129,14 +131,21 @@ class GPTModule(pl.LightningModule):
     # ---- building -------------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
+        """Builds the model once; what follows from the Trainer's precision and device holds for that Trainer alone."""
+        if self.model is None:
+            self._build_model()
+        assert self.model is not None
+        self.model.compute_dtype = self.trainer.strategy.compute_dtype  # type: ignore[attr-defined]
+        if self.trainer.precision == "64-true":
+            self.validation_loss.set_dtype(torch.float64)
+        self.graph_wanted = decide_graph(self.graph_option, self.trainer, self)
+
+    def _build_model(self) -> None:
         """Builds, recomputes, compiles, shards, initialises: in this order, since hooks of sharding must sit outermost."""
-        if self.model is not None:
-            return
         self.config = self._config_for_corpus()
         strategy: Any = self.trainer.strategy
         with strategy.build_context():
             self.model = GPT(self.config)
-        self.model.compute_dtype = strategy.compute_dtype
         set_recompute(self.model, self.recompute)
         self.compiled = resolve_compile(
             self.compile_option, strategy.root_device, strategy.name, self.config.parameters()
@@ -145,9 +154,6 @@ class GPTModule(pl.LightningModule):
         strategy.place(self.model, self.seed)
         if self.init_from:
             load_weights(self.model, self.init_from, self.trainer.datamodule.vocabulary, strategy.assign)  # type: ignore[attr-defined]
-        if self.trainer.precision == "64-true":
-            self.validation_loss.set_dtype(torch.float64)
-        self.graph_wanted = decide_graph(self.graph_option, self.trainer, self)
 
     def _config_for_corpus(self) -> GPTConfig:
         """The preset with a vocabulary: its own if it has one, and that must hold the corpus's; else the corpus's."""
@@ -285,11 +291,14 @@ class GPTModule(pl.LightningModule):
         return self.graph_wanted and self.trainer.global_step >= self._graph_from
 
     def on_train_end(self) -> None:
-        forget_scale(self.trainer.optimizers[0])
+        for optimizer in self.trainer.optimizers:
+            forget_scale(optimizer)
         self.step_graph = None  # Lightning moves the model to the CPU next; a replay after that would crash
 
     def on_exception(self, exception: BaseException) -> None:
         self.step_graph = None
+        for optimizer in self.trainer.optimizers:
+            forget_scale(optimizer)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None

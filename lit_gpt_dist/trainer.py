@@ -24,7 +24,11 @@ NOTHING = nullcontext()
 
 
 PARTS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
-STEP_METHODS = (*PARTS, "training_step", "optimizer_step", "backward", "optimizer_zero_grad", "lr_scheduler_step")
+# a module with one of its own is driven by Lightning's own loop
+STEP_METHODS = (
+    *PARTS, "training_step", "on_train_batch_start", "optimizer_step", "backward", "optimizer_zero_grad", "lr_scheduler_step",
+    "configure_gradient_clipping", "configure_optimizers",
+)  # fmt: skip
 Hooks = list[Callable[..., Any]]
 
 
@@ -38,32 +42,34 @@ class StepLoop(_TrainingEpochLoop):
     single call unless somebody wants its parts: a callback that has one of ``PARTS``, and no ``wants_parts`` that is False.
     """
 
-    takes_whole_steps = True
     watchers: tuple[Callable[[], None], ...] = ()  # called before a step's batch is asked for
 
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
         self._on_start = overridden(self.trainer, "on_train_batch_start")
         self._on_end = overridden(self.trainer, "on_train_batch_end")
-        self._must_part = parts_are_overridden(self.trainer)
-        self._part_callbacks = [
-            callback
-            for callback in self.trainer.callbacks  # type: ignore[attr-defined]
-            if any(is_overridden(name, callback, pl.Callback) for name in PARTS)
-        ]
+        self._leave_to_lightning = why_leave_to_lightning(self.trainer) is not None
+        self._part_callbacks = part_callbacks(self.trainer)
+
+    def why_in_parts(self) -> str | None:
+        """Why no step of the run can be a single call, or None."""
+        always = [callback for callback in part_callbacks(self.trainer) if not hasattr(callback, "wants_parts")]
+        if always:
+            return f"{type(always[0]).__name__} has hooks inside a step"
+        return why_leave_to_lightning(self.trainer)
 
     def _parts_wanted(self, module: Any) -> bool:
         if module.graph_wanted:  # its first steps, before there is something to replay, are Lightning's
             return not module.in_graph
-        return self._must_part or any(getattr(callback, "wants_parts", True) for callback in self._part_callbacks)
+        return any(getattr(callback, "wants_parts", True) for callback in self._part_callbacks)
 
     def advance(self, data_fetcher: Any) -> None:
         for watcher in self.watchers:
             watcher()
         trainer: Any = self.trainer
         module, strategy = trainer.lightning_module, trainer.strategy
-        # the first step after a resume has counters to put right; another module may want anything
-        if self.restarting or not isinstance(module, GPTModule):
+        # at a validation's step the first one after a resume has counters to put right
+        if self._leave_to_lightning or (self.restarting and self._should_check_val_fx(data_fetcher)):
             super().advance(data_fetcher)
             return
         self.val_loop.restarting = False
@@ -74,11 +80,14 @@ class StepLoop(_TrainingEpochLoop):
         self.batch_progress.increment_started()
         if self._parts_wanted(module):
             kwargs = OrderedDict(batch=batch, batch_idx=index)
-            outputs = self.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
+            self.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
+            outputs = {"loss": module.step_loss}  # the step's, as below: Lightning's is the last micro-batch's share
         else:
             outputs = self._take_step(strategy, batch)
         self.batch_progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         call_hooks(self._on_end, module, "on_train_batch_end", outputs, batch, index)
         trainer._logger_connector.on_batch_end()
         self.batch_progress.increment_completed()
@@ -108,12 +117,28 @@ class StepLoop(_TrainingEpochLoop):
         pass
 
 
-def parts_are_overridden(trainer: Any) -> bool:
-    """Whether the module's class, or the precision (a loss scaler), has its own way through a step's parts."""
-    module, plugin = trainer.lightning_module, trainer.precision_plugin
-    own = any(getattr(type(module), name) is not getattr(GPTModule, name) for name in STEP_METHODS)
-    scaled = any(getattr(type(plugin), name) is not getattr(Precision, name) for name in ("optimizer_step", "backward"))
-    return own or scaled
+def why_leave_to_lightning(trainer: Any) -> str | None:
+    """What is not this project's own way through a step, or None."""
+    module, plugin, profiler = trainer.lightning_module, trainer.precision_plugin, trainer.profiler
+    if not isinstance(module, GPTModule):
+        return f"{type(module).__name__} is not a GPTModule"
+    for name in STEP_METHODS:
+        if getattr(type(module), name) is not getattr(GPTModule, name):
+            return f"{type(module).__name__} has its own {name}"
+    if not module.automatic_optimization:
+        return "optimization is manual"
+    if any(getattr(type(plugin), name) is not getattr(Precision, name) for name in ("optimizer_step", "backward")):
+        return f"precision {plugin.precision} has its own way through a step"
+    if not isinstance(profiler, NoProfiler):
+        return f"{type(profiler).__name__} wants to see the parts of a step"
+    return None
+
+
+def part_callbacks(trainer: Any) -> list[pl.Callback]:
+    """Those with hooks inside a step."""
+    return [
+        callback for callback in trainer.callbacks if any(is_overridden(name, callback, pl.Callback) for name in PARTS)
+    ]
 
 
 def overridden(trainer: Any, name: str) -> Hooks:

@@ -60,6 +60,7 @@ class BadStepGuard(pl.Callback):
         self._bad_steps = torch.zeros(())  # updates left out, of the whole run
         self._bad_steps_known = 0.0  # of them, those that have been looked at
         self._alarm = False  # the last reading told of new ones
+        self._asked = self._covered = 0  # steps up to which a reading was begun; was finished, not yet taken note of
         self._tripped = False  # on a CPU: a step was bad, and all updates since are left out
         self._seen: list[tuple[int, Tensor, Tensor, Tensor | None]] = []  # step, loss, norm, spike flag
         self._flag: Tensor | None = None
@@ -80,6 +81,7 @@ class BadStepGuard(pl.Callback):
         self._found, self._poison = torch.zeros((), device=device), torch.zeros((), device=device)
         self._bad_steps, self._bad_steps_known, self._alarm = torch.zeros((), device=device), 0.0, False
         self._tripped = False
+        self._asked = self._covered = 0
         if self._recorder is not None and self not in self._recorder.parts:
             self._recorder.parts.append(self)
         self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
@@ -142,25 +144,28 @@ class BadStepGuard(pl.Callback):
 
     def measure(self, trainer: pl.Trainer, module: Any) -> list[Tensor]:
         """As a part of a reading: how many updates were left out so far."""
+        self._asked = trainer.global_step
         return [self._bad_steps]
 
     def report(self, trainer: pl.Trainer, module: Any, rows: list[list[float]]) -> dict[str, float]:
         self._alarm = rows[0][0] > self._bad_steps_known  # the same on all ranks
+        self._covered = self._asked
         return {}
 
     def _forget_read(self) -> None:
-        """Drops the steps that a reading without alarm has covered."""
-        latest = self._recorder.latest if self._recorder is not None else None
-        if latest is not None and self._seen[0][0] <= latest.step:
-            self._seen = [entry for entry in self._seen if entry[0] > latest.step]
-            self._in_a_row = 0
+        """Drops the steps that a reading without alarm has covered, once: after a rollback steps have earlier numbers again."""
+        if self._covered:
+            self._seen = [entry for entry in self._seen if entry[0] > self._covered]
+            self._in_a_row = self._covered = 0
 
     def _judge_losses(self, trainer: pl.Trainer, module: Any) -> None:
         """Under a scaler: only what a reading has covered, for a loss is the same on all ranks once it has been averaged."""
-        latest = self._recorder.latest if self._recorder is not None else None
-        if self._recorder is None or latest is None or self._seen[0][0] > latest.step:
+        if self._recorder is None or not self._covered:
             return
-        read = [entry for entry in self._seen if entry[0] <= latest.step]
+        read = [entry for entry in self._seen if entry[0] <= self._covered]
+        self._covered = 0
+        if not read:
+            return
         later = self._seen[len(read) :]
         means = self._recorder.losses[-len(read) :]
         self._seen = [
@@ -190,6 +195,10 @@ class BadStepGuard(pl.Callback):
         bad = [index for index, value in enumerate(read_flags(seen)) if value]
         self._count_in_a_row(len(seen), bad)
         if not bad:
+            if (
+                seen and float(self._bad_steps) > self._bad_steps_known
+            ):  # never seen to happen; better than weights that stand still
+                self._stop(trainer, seen[0][0], f"updates were left out for a bad step before step {seen[0][0]}")
             return
         self._bad_steps_known = float(self._bad_steps)
         step, loss, norm, _ = seen[bad[0]]
@@ -231,7 +240,7 @@ class BadStepGuard(pl.Callback):
             return
         self.rollbacks.append((step, to))
         self._poison.zero_()
-        self._tripped = False
+        self._tripped, self._covered = False, 0
         self._mean, self._count = None, 0
         tell(trainer, f"{what}; back to the checkpoint of step {to}, the data go on after the bad ones")
         log_metrics(trainer, {"health/rollbacks": len(self.rollbacks)}, trainer.global_step)

@@ -25,6 +25,7 @@ from lit_gpt_dist.callbacks.utilization import no_mfu_reason, utilization
 from lit_gpt_dist.errors import RunStopped
 
 GIB = 2**30
+MOST_AT_FIRST = 1024  # losses that room is made for; it grows
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class StepRecorder(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.start = trainer.global_step
+        self.losses, self._filled, self._request = [], 0, None  # of an earlier fit, perhaps one that failed
         self.start_seconds = {"training": process_seconds()}
         planned = trainer.max_steps - self.start
         self._warmup_until = self.start + max(1, min(10, planned // 5))
@@ -138,7 +140,7 @@ class StepRecorder(pl.Callback):
         if step == self.start + 1:
             module.step_loss.item()  # waits for the device
             self.start_seconds["first_step"] = process_seconds()
-        if step % trainer.log_every_n_steps == 0 or step == trainer.max_steps:
+        if (trainer.log_every_n_steps and step % trainer.log_every_n_steps == 0) or step == trainer.max_steps:
             self._ask(trainer, module)
         if self._request is not None and (step >= self._request.step + (self.lag or 0) or step == trainer.max_steps):
             self.finish_reading()
@@ -203,7 +205,9 @@ class StepRecorder(pl.Callback):
 
     def _keep(self, loss: Tensor, capacity: int) -> None:
         if self._buffer is None or self._filled == len(self._buffer):
-            grown = torch.empty(max(capacity, 2 * self._filled), dtype=loss.dtype, device=loss.device)
+            grown = torch.empty(
+                max(1, min(capacity, MOST_AT_FIRST), 2 * self._filled), dtype=loss.dtype, device=loss.device
+            )
             if self._buffer is not None:
                 grown[: self._filled] = self._buffer
             self._buffer = grown

@@ -167,16 +167,17 @@ class GPT(nn.Module):
         """
         start = caches[0].length if caches else 0
         positions = torch.arange(start, start + tokens.size(1), device=tokens.device)  # (T,)
-        x = self.embedding(tokens)  # (B, T, W)
+        x = self._compute(self.embedding(tokens))  # (B, T, W)
         if self.positions is not None:
-            x = x + self.positions(positions)
-        if self.compute_dtype is not None:
-            x = x.to(self.compute_dtype)
+            x = x + self._compute(self.positions(positions))
         x = self.dropout(x)
         phases = rotary_phases(positions, self.config, x.dtype) if self.config.positions == "rope" else None
         for index, block in enumerate(self.blocks):
             x = block(x, phases, caches[index] if caches else None)
         return self.readout(x, targets, reduction)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        return x if self.compute_dtype is None else x.to(self.compute_dtype)
 
     def readout(self, x: Tensor, targets: Tensor | None, reduction: str) -> Tensor:
         """From the last block's output (B, T, W) to logits or loss: one piece, so that it can be compiled as one."""

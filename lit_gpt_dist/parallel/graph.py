@@ -96,8 +96,11 @@ def why_not(trainer: Any, module: Any) -> str | None:
     """The reason why a step of this run cannot be recorded, or None."""
     if trainer.strategy.root_device.type != "cuda":
         return "the device is not a GPU"
-    if not getattr(trainer.fit_loop.epoch_loop, "takes_whole_steps", False):
+    why_in_parts = getattr(trainer.fit_loop.epoch_loop, "why_in_parts", None)
+    if why_in_parts is None:
         return "Lightning's own Trainer goes through a step part by part (lit_gpt_dist.trainer.Trainer does not)"
+    if (reason := why_in_parts()) is not None:
+        return str(reason)
     if str(trainer.precision) == "16-mixed":
         return "the loss scaler of 16-mixed decides on the CPU whether to take a step"
     if trainer.gradient_clip_algorithm == "value":

@@ -124,3 +124,25 @@ def test_a_reading_tells_of_a_bad_step_some_steps_later(tmp_path: Path) -> None:
     run = ONE.on("single", 1, steps=20, optim=dict(schedule_steps=20), trainer=dict(log_every_n_steps=8))
     ended = with_a_bad_step(run, "stop", 6, str(tmp_path / "run"), lag=1)
     assert (ended.named, ended.at) == ([6], 9), "read at step 8, told one later; a save would have been at 10"
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_a_second_bad_step_before_the_first_one_is_found_too(tmp_path: Path, lag: int) -> None:
+    """After going back, steps have numbers that a reading has covered already."""
+    run = ONE.on("single", 1, steps=30, optim=dict(schedule_steps=30), trainer=dict(log_every_n_steps=5))
+    guard = BadStepGuard("rollback")
+    saver = CheckpointCallback(every_n_steps=10)
+    trainer, module, data = build(run, StepRecorder(lag=lag), guard, saver, folder=tmp_path)
+    micro_loss, taken = module._micro_loss, []
+
+    def poisoned(windows: torch.Tensor, index: int) -> torch.Tensor:
+        taken.extend([trainer.global_step + 1] if index == 0 else [])
+        # step 17 when it is taken first, and step 13 when it is taken again
+        bad = trainer.global_step + 1 in (17, 13) and taken.count(13) == (1 if trainer.global_step + 1 == 17 else 2)
+        return micro_loss(windows, index) * (float("nan") if bad else 1.0)
+
+    module._micro_loss = poisoned  # type: ignore[method-assign]
+    trainer.fit(module, datamodule=data)
+    assert guard.rollbacks == [(17, 10), (13, 10)]
+    assert trainer.global_step == 30
+    assert all(torch.isfinite(weights).all() for weights in full_parameters(module).values())
