@@ -61,7 +61,6 @@ def build(
         strategy=STRATEGIES[run.strategy](**run.strategy_options),
         precision=run.precision,
         max_steps=run.steps,
-        max_epochs=-1,
         gradient_clip_val=run.clip,
         callbacks=list(callbacks),
         default_root_dir=folder or tempfile.gettempdir(),
@@ -69,7 +68,7 @@ def build(
         check_val_every_n_epoch=None,
         limit_val_batches=1.0 if run.val_every else 0,
         **dict(
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             use_distributed_sampler=False, num_sanity_val_steps=0, log_every_n_steps=1,
         ) | run.trainer,
     )  # fmt: skip
