@@ -179,7 +179,12 @@ class GPTModule(pl.LightningModule):
 
     @property
     def schedule_steps(self) -> int:
-        return self.optim.schedule_steps or self.trainer.max_steps
+        steps = self.optim.schedule_steps or self.trainer.max_steps
+        if steps < 1:
+            raise UserError(
+                f"the learning-rate schedule has no length: max_steps is {steps}; give it, or optim.schedule_steps"
+            )
+        return steps
 
     @property
     def _peak_lr(self) -> float:

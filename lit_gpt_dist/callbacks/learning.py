@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW
 
 from lit_gpt_dist.callbacks.notices import Once
+from lit_gpt_dist.callbacks.recorder import rates_of_last_step
 
 STEPS_BETWEEN = (
     100  # at least: it reads weights and moments some twenty times, a hundredth of a small model's step otherwise
@@ -48,13 +49,6 @@ class LearningPart:
     def report(self, trainer: pl.Trainer, module: Any, rows: list[list[float]]) -> dict[str, float]:
         update, weight = (sum(row[index] for row in rows) for index in (0, 1))
         return {"train/update_ratio": math.sqrt(update / weight)} if weight > 0 and update > 0 else {}
-
-
-def rates_of_last_step(trainer: pl.Trainer) -> list[float]:
-    """The rate of each parameter group in the step just taken; the schedule has moved on already."""
-    scheduler: Any = trainer.lr_scheduler_configs[0].scheduler
-    step = trainer.global_step - 1
-    return [rate * factor(step) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
 
 
 def chunks(parameters: Sequence[Tensor], state: Mapping[Tensor, Any], ranks: int) -> Iterator[tuple[int, list[Tensor]]]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from lit_gpt_dist.callbacks.clock import HostClock, clock_for, process_seconds
 from lit_gpt_dist.callbacks.exchange import Exchange
@@ -314,8 +315,18 @@ def as_scalars(reading: Reading) -> dict[str, float | None]:
 
 def last_learning_rate(trainer: pl.Trainer) -> float:
     """The rate the step just taken was taken with: the schedule has moved on to the next step's already."""
-    scheduler: Any = trainer.lr_scheduler_configs[0].scheduler
-    return scheduler.base_lrs[0] * scheduler.lr_lambdas[0](trainer.global_step - 1)
+    return rates_of_last_step(trainer)[0]
+
+
+def rates_of_last_step(trainer: pl.Trainer) -> list[float]:
+    """That of each parameter group. Under another schedule than this project's: the rate as it is now."""
+    scheduler: Any = trainer.lr_scheduler_configs[0].scheduler if trainer.lr_scheduler_configs else None
+    if isinstance(scheduler, LambdaLR):
+        step = trainer.global_step - 1
+        return [
+            float(rate) * factor(step) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+    return [float(group["lr"]) for group in trainer.optimizers[0].param_groups]
 
 
 def log_metrics(trainer: pl.Trainer, values: dict[str, float], step: int) -> None:

@@ -8,6 +8,9 @@ import pytest
 import torch
 from helpers.training import Run, build
 
+from lit_gpt_dist.callbacks.learning import LearningPart
+from lit_gpt_dist.callbacks.recorder import StepRecorder
+from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.trainer import why_leave_to_lightning
 
@@ -99,6 +102,18 @@ def test_schedulers_that_count_epochs_step_at_their_ends() -> None:
     EpochRates.rates = []
     fitted(EpochRates, run=replace(ONE, trainer=dict(limit_train_batches=2)))
     assert EpochRates.rates == [1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
+
+
+def test_the_rate_of_another_schedule_is_logged_as_it_is() -> None:
+    recorder = StepRecorder(parts=[LearningPart()])
+    fitted(EpochRates, recorder, run=replace(ONE, trainer=dict(limit_train_batches=2)))
+    assert recorder.latest is not None
+    assert recorder.latest.lr == EpochRates.rates[-1]
+
+
+def test_a_schedule_without_length_is_refused() -> None:
+    with pytest.raises(UserError, match="has no length: max_steps is -1"):
+        fitted(run=replace(ONE, steps=-1, trainer=dict(max_epochs=1)))
 
 
 def test_precision_follows_the_trainer_not_the_modules_first_one() -> None:
