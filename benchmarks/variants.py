@@ -7,7 +7,6 @@ step is a replay of a CUDA graph unless the variant says otherwise. Windows are 
 import gc
 import statistics
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.rounds import Stopwatch
 from lit_gpt_dist.arguments import ToolParser
 from lit_gpt_dist.callbacks.device import device_name
 from lit_gpt_dist.cli import guarded
@@ -106,20 +106,13 @@ class Variant:
 
 def time_steps(step: Callable[[], object], steps: int, device: torch.device, rounds: int = 5) -> list[float]:
     """Milliseconds a step, of several rounds after one that is left out; the device has nothing left to do at both ends."""
-    found = []
+    watch, found = Stopwatch(device), []
     for _ in range(rounds + 1):
-        wait(device)
-        began = time.perf_counter()
+        watch.start()
         for _ in range(steps):
             step()
-        wait(device)
-        found.append(1000 * (time.perf_counter() - began) / steps)
+        found.append(1000 * watch.stop()[0] / steps)
     return found[1:]
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def attention(switches: set[str]) -> AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ from lit_gpt_dist.callbacks.options import Policy
 from lit_gpt_dist.callbacks.recorder import StepRecorder, find_recorder, log_metrics
 from lit_gpt_dist.callbacks.rollback import rollback
 from lit_gpt_dist.errors import EXIT_FAILURE, RunStopped, UserError
+from lit_gpt_dist.optim.groups import is_fused
 
 SKIPS_IN_A_ROW = 50  # so many, and nothing is learned any more: stop
 MEMORY = 0.98  # of the running mean of gradient norms
@@ -102,7 +103,7 @@ class BadStepGuard(pl.Callback):
         if self.spike_factor is not None:
             self._watch_for_spikes(norm, self.spike_factor)
         self._bad_steps.add_(self._found)
-        if can_skip_on_device(optimizer):
+        if is_fused(optimizer):  # takes a flag on the device that says whether to leave everything as it is
             optimizer.found_inf = self._found  # type: ignore[attr-defined]
         elif bool(self._found):  # waits for the device; on a CPU that costs nothing
             for group in optimizer.param_groups:
@@ -195,9 +196,8 @@ class BadStepGuard(pl.Callback):
         bad = [index for index, value in enumerate(read_flags(seen)) if value]
         self._count_in_a_row(len(seen), bad)
         if not bad:
-            if (
-                seen and float(self._bad_steps) > self._bad_steps_known
-            ):  # never seen to happen; better than weights that stand still
+            left_out = bool(seen) and float(self._bad_steps) > self._bad_steps_known
+            if left_out:  # should not happen; better than weights that stand still
                 self._stop(trainer, seen[0][0], f"updates were left out for a bad step before step {seen[0][0]}")
             return
         self._bad_steps_known = float(self._bad_steps)
@@ -266,11 +266,6 @@ class BadStepGuard(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.skipped_steps = list(state_dict["skipped_steps"])
-
-
-def can_skip_on_device(optimizer: Optimizer) -> bool:
-    """Fused optimizers take a flag on the device that says whether to leave everything as it is."""
-    return bool(optimizer.defaults.get("fused"))
 
 
 def read_flags(seen: list[tuple[int, Tensor, Tensor, Tensor | None]]) -> list[bool]:

@@ -114,6 +114,7 @@ class StepRecorder(pl.Callback):
         self._buffer: Tensor | None = None
         self._filled = 0  # losses not asked for yet
         self._request: Request | None = None
+        self._lag = 0
         self._warmup_until = 0
 
     # ---- Lightning's hooks ----------------------------------------------------------------------------------------
@@ -125,8 +126,8 @@ class StepRecorder(pl.Callback):
         planned = trainer.max_steps - self.start
         self._warmup_until = self.start + max(1, min(10, planned // 5))
         self.memory.begin(module.device)
-        if self.lag is None:
-            self.lag = min(10, trainer.log_every_n_steps // 2) if module.device.type == "cuda" else 0  # type: ignore[attr-defined]
+        usual = min(10, trainer.log_every_n_steps // 2) if module.device.type == "cuda" else 0  # type: ignore[attr-defined]
+        self._lag = usual if self.lag is None else self.lag
         clock = clock_for(module.device)
         # the host's clock is right from reading to reading on any device, but not for a single step
         self.times = StepTimes(clock or HostClock(), self.window if clock else 0)
@@ -143,7 +144,7 @@ class StepRecorder(pl.Callback):
             self.start_seconds["first_step"] = process_seconds()
         if (trainer.log_every_n_steps and step % trainer.log_every_n_steps == 0) or step == trainer.max_steps:
             self._ask(trainer, module)
-        if self._request is not None and (step >= self._request.step + (self.lag or 0) or step == trainer.max_steps):
+        if self._request is not None and (step >= self._request.step + self._lag or step == trainer.max_steps):
             self.finish_reading()
         if step == self._warmup_until:
             module.step_loss.item()  # waits for the device: what is warm-up ends here

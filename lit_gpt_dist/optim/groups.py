@@ -28,3 +28,8 @@ def make_adamw(model: nn.Module, lr: float, config: OptimConfig, fused: bool | N
         eps=config.eps,
         fused=fused,
     )
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether the update of all parameters is one kernel, which heeds ``GradScaler``'s flag and scale on the device."""
+    return bool(optimizer.defaults.get("fused"))

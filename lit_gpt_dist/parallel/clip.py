@@ -8,6 +8,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from lit_gpt_dist.optim.groups import is_fused
+
 
 def clip_by_global_norm(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
     """Scales the gradients so that their norm over the whole model is at most ``limit`` (None or 0: only measures).
@@ -30,10 +32,9 @@ def clip_by_global_norm(parameters: Iterable[nn.Parameter], limit: float | None)
 def clips_in_update(optimizer: Optimizer) -> bool:
     """Whether the update can clip on its way, which saves reading and writing all gradients once more.
 
-    Fused optimizers divide gradients by a scale on the device, made for ``GradScaler``; it is a number of fp32.
+    A fused one divides gradients by a scale on the device, which is a number of fp32.
     """
-    weights = optimizer.param_groups[0]["params"][0]
-    return bool(optimizer.defaults.get("fused")) and weights.dtype == torch.float32
+    return is_fused(optimizer) and optimizer.param_groups[0]["params"][0].dtype == torch.float32
 
 
 def clip_in_update(optimizer: Optimizer, norm: Tensor, limit: float) -> None:
