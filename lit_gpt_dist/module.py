@@ -180,7 +180,7 @@ class GPTModule(pl.LightningModule):
     @property
     def schedule_steps(self) -> int:
         steps = self.optim.schedule_steps or self.trainer.max_steps
-        if steps < 1:
+        if steps < 0:
             raise UserError(
                 f"the learning-rate schedule has no length: max_steps is {steps}; give it, or optim.schedule_steps"
             )
