@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
 from benchmarks.rounds import Stopwatch
 from lit_gpt_dist.arguments import ToolParser
@@ -39,6 +41,10 @@ SWITCHES = {
     "blocks": "each block compiled alone",
     "pointwise": "the compiler tries more settings for elementwise kernels and reductions",
     "combo": "the compiler joins independent kernels",
+    "twopass": "the softmax of the loss reads its logits twice, with one exponential each (else: once, with two)",
+    "descent": "the compiler searches settings for each kernel",
+    "gemm": "the compiler tries products of its own, with what follows them built in",
+    "update": "norm, clipping and AdamW compiled (else: PyTorch's fused AdamW)",
     "flash": "attention through FlashAttention (else: what PyTorch chooses)",
     "cudnn": "attention through cuDNN",
     "launched": "kernels launched one by one (else: a CUDA graph)",
@@ -46,6 +52,9 @@ SWITCHES = {
 COMPILER: dict[str, dict[str, Any]] = {
     "pointwise": {"max_autotune_pointwise": True},
     "combo": {"combo_kernels": True, "benchmark_combo_kernel": True},
+    "twopass": {"online_softmax": False},
+    "descent": {"coordinate_descent_tuning": True},
+    "gemm": {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"},
 }
 ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -63,6 +72,7 @@ class Variant:
             self.model.compute_dtype = torch.bfloat16
         self.forward = self._compiled()
         self.optimizer = make_adamw(self.model, 1e-3, OptimConfig(), None, device)
+        self.update = torch.compile(update, dynamic=False) if "update" in switches else None
         if device.type == "cuda":
             make_capturable(self.optimizer, device)
         shape = (1, options.micro, self.config.context + 1)
@@ -84,6 +94,8 @@ class Variant:
         with torch.autocast(self.device.type, torch.bfloat16, enabled="autocast" in self.switches):
             loss = self.forward(windows[0, :, :-1], windows[0, :, 1:])
         loss.backward()
+        if self.update is not None:
+            return loss.detach(), self.update(*moments(self.optimizer))
         norm = clip_by_global_norm(self.model.parameters(), None if "clip" in self.switches else 1.0)
         if "clip" in self.switches:
             clip_in_update(self.optimizer, norm, 1.0)
@@ -102,6 +114,38 @@ class Variant:
             return lambda: self.step(self.windows)
         self.recorded = StepGraph(self.step, self.windows)  # holds the memory that its replays read
         return self.recorded.graph.replay
+
+
+def moments(optimizer: Optimizer) -> tuple[list[list[Tensor]], ...]:
+    """Per group: parameters, gradients, first and second moments, step counts."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    for parameter in (p for group in groups for p in group if not optimizer.state[p]):
+        zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {**zeros, "step": torch.zeros((), device=parameter.device)}
+    held = [
+        [[optimizer.state[p][name] for p in group] for group in groups] for name in ("exp_avg", "exp_avg_sq", "step")
+    ]
+    return (groups, [[p.grad for p in group] for group in groups], *held)
+
+
+@torch.no_grad()
+def update(
+    parameters: list[list[Tensor]],
+    gradients: list[list[Tensor]],
+    first: list[list[Tensor]],
+    second: list[list[Tensor]],
+    steps: list[list[Tensor]],
+) -> Tensor:
+    """The norm before clipping, after an update with gradients clipped to 1 on their way."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([g for group in gradients for g in group])))
+    scale = (1.0 / (norm + 1e-6)).clamp(max=1.0)
+    for group, decay in zip(range(len(parameters)), (0.1, 0.0), strict=False):
+        adamw(
+            parameters[group], torch._foreach_mul(gradients[group], scale), first[group], second[group], [], steps[group],
+            foreach=True, capturable=True, amsgrad=False, beta1=0.9, beta2=0.95, lr=1e-3, weight_decay=decay,
+            eps=1e-8, maximize=False,
+        )  # fmt: skip
+    return norm
 
 
 def time_steps(step: Callable[[], object], steps: int, device: torch.device, rounds: int = 5) -> list[float]:
