@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from lit_gpt_dist.report.results import FAILED, OK, OUT_OF_MEMORY, Run
 
+STRATEGIES = ("single", "ddp", "fsdp2", "hsdp", "zero1", "zero2")  # as tables and legends list them
+
 
 @dataclass(frozen=True)
 class Case:
@@ -49,11 +51,12 @@ class Case:
 
 def describe_options(run: Run) -> str:
     """What differs from the plain run, in words."""
+    compiled = "compile" if run.compile == "yes" else f"compile {run.compile}"
     parts = [run.precision]
     if run.recompute not in ("none", ""):
         parts.append(f"recompute {run.recompute}")
-    if run.compile not in ("none", ""):
-        parts.append("compile" if run.compile == "yes" else f"compile {run.compile}")
+    if is_compiled(run):
+        parts.append(compiled)
     if run.variant:
         parts.append(run.variant)
     elif run.bucket_cap_mb is not None and run.bucket_cap_mb != 25:  # 25 MB is DDP's own default
@@ -61,12 +64,21 @@ def describe_options(run: Run) -> str:
     return ", ".join(parts)
 
 
+def is_compiled(run: Run) -> bool:
+    return run.compile not in ("none", "")
+
+
+def describe_size(run: Run) -> str:
+    shape = ", ".join(f"{name} {value}" for name, value in run.shape.items())
+    return f"{run.size} ({shape})" if shape else run.size
+
+
 def model(run: Run) -> tuple:
     return run.size, run.params, run.context
 
 
 def arithmetic(run: Run) -> tuple:
-    """What a one-card run must share for its speed to be the base of an efficiency."""
+    """What two runs must share to differ in nothing but their strategy, cards and batch."""
     return *model(run), run.precision, run.recompute, run.compile, run.device
 
 
@@ -104,17 +116,19 @@ def group_cases(runs: Iterable[Run]) -> list[Case]:
     return sorted(cases, key=lambda case: _reading_order(case.first))
 
 
+def strategy_order(name: str) -> tuple[int, str]:
+    """Sorts unknown strategies behind the known ones, by name."""
+    return (STRATEGIES.index(name) if name in STRATEGIES else len(STRATEGIES)), name
+
+
 def _reading_order(run: Run) -> tuple:
-    modes = ("single", "ddp", "zero1", "zero2", "fsdp2", "hsdp")
-    mode = modes.index(run.mode) if run.mode in modes else len(modes)
     options = (run.precision, run.recompute, run.compile, run.variant)
     return (
         run.params or 0,
         run.size,
         run.context or 0,
         options,
-        mode,
-        run.mode,
+        strategy_order(run.mode),
         run.world,
         run.micro,
         run.accum,
@@ -134,25 +148,27 @@ class Scaling:
 
 
 class Bases:
-    """The one-card cases, looked up by what a comparison must hold equal."""
+    """The one-card cases, looked up by what a comparison must hold equal.
+
+    A compiled run is held against a compiled one, by blocks or whole: left to ``auto``, that depends on the strategy.
+    """
 
     def __init__(self, cases: Sequence[Case]) -> None:
-        self._weak: dict[tuple, Case] = {}
-        self._strong: dict[tuple, Case] = {}
-        # a variant is never a base; a strategy on one card is one only where `single` was not run
-        singles = [c for c in cases if c.first.world == 1 and c.tok_s and not c.first.variant]
-        for case in sorted(singles, key=lambda c: (c.first.mode != "single", -(c.tok_s or 0))):
+        self._weak: dict[tuple, list[Case]] = {}
+        self._strong: dict[tuple, list[Case]] = {}
+        for case in cases:
             run = case.first
-            self._weak.setdefault((*arithmetic(run), run.micro, run.accum), case)
-            # strong scaling asks how fast one card does this batch: its fastest split into micro-batches is the base
-            self._strong.setdefault((*arithmetic(run), run.global_batch), case)
+            if run.world == 1 and case.tok_s and not run.variant:  # a variant is never a base
+                self._weak.setdefault((*_comparable(run), run.micro, run.accum), []).append(case)
+                self._strong.setdefault((*_comparable(run), run.global_batch), []).append(case)
 
     def weak(self, case: Case) -> Case | None:
         run = case.first
-        return self._weak.get((*arithmetic(run), run.micro, run.accum))
+        return _base(case, self._weak.get((*_comparable(run), run.micro, run.accum), []))
 
     def strong(self, case: Case) -> Case | None:
-        return self._strong.get((*arithmetic(case.first), case.first.global_batch))
+        """Strong scaling asks how fast one card does this batch: its fastest split into micro-batches is the base."""
+        return _base(case, self._strong.get((*_comparable(case.first), case.first.global_batch), []))
 
     def scaling(self, case: Case) -> Scaling:
         weak, strong = self.weak(case), self.strong(case)
@@ -163,6 +179,19 @@ class Bases:
             speed_up=speed_up,
             beyond_one_card=_beyond(case, weak),
         )
+
+
+def _comparable(run: Run) -> tuple:
+    return *model(run), run.precision, run.recompute, is_compiled(run), run.device
+
+
+def _base(case: Case, alone: Sequence[Case]) -> Case | None:
+    """A strategy on one card is a base only where ``single`` was not run; the same compilation where there is a choice."""
+
+    def preference(base: Case) -> tuple:
+        return base.first.mode != "single", base.first.compile != case.first.compile, -(base.tok_s or 0)
+
+    return min(alone, key=preference, default=None)
 
 
 def ratio(case: Case, base: Case | None) -> float | None:

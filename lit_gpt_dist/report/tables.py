@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lit_gpt_dist.report.ablations import Ablation
 from lit_gpt_dist.report.curves import Comparison, Verdict
 from lit_gpt_dist.report.results import OK, OUT_OF_MEMORY
-from lit_gpt_dist.report.statistics import Bases, Case, Scaling, describe_options
+from lit_gpt_dist.report.statistics import Bases, Case, Scaling, describe_options, describe_size
 from lit_gpt_dist.report.table import NONE, Table, number, percent, rate
 
 
@@ -20,7 +20,7 @@ class Row:
 
 
 _COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
-    ("size", lambda r: _size(r.case)),
+    ("size", lambda r: describe_size(r.case.first)),
     ("mode", lambda r: r.case.first.mode),
     ("cards", lambda r: str(r.case.first.world)),
     ("micro × acc", lambda r: f"{r.case.first.micro} × {r.case.first.accum}"),
@@ -54,12 +54,6 @@ _NOTES = {
     "MFU": "MFU counts 6N + 12·L·h·s (full attention), “half att.” 6N + 6·L·h·s (causal), over the dense peak of all cards.",
     "plan tok/s": "Plan: what the planner predicts; in brackets, measured ÷ predicted.",
 }
-
-
-def _size(case: Case) -> str:
-    run = case.first
-    shape = ", ".join(f"{name} {value}" for name, value in run.shape.items())
-    return f"{run.size} ({shape})" if shape else run.size
 
 
 def _communication(row: Row) -> str:
@@ -163,7 +157,7 @@ def _ablation_row(ablation: Ablation) -> list[str]:
     run = ablation.case.first
     spreads = [case.spread for case in (ablation.case, ablation.base) if case.spread is not None]
     return [
-        *(_size(ablation.case), run.mode, str(run.world), f"{run.micro} × {run.accum}", run.variant),
+        *(describe_size(run), run.mode, str(run.world), f"{run.micro} × {run.accum}", run.variant),
         *(_speed(ablation.case), _speed(ablation.base), percent(ablation.change, "+.1f")),
         *(percent(max(spreads, default=None)), number(ablation.extra_ms, "+.2f")),
         *(number(factor, ".2f", unit="×") for factor in (ablation.expected_factor, ablation.measured_factor)),
