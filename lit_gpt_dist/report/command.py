@@ -156,9 +156,11 @@ def _write(report: Report, options: Any, formats: list[str], facts: dict[str, An
     # matplotlib takes a second to import: only for those who want pictures
     from lit_gpt_dist.report.loss_pictures import draw_losses
     from lit_gpt_dist.report.page import Page, write_pictures, write_tensorboard
+    from lit_gpt_dist.report.picture import strategy_looks
     from lit_gpt_dist.report.scaling_pictures import draw_scaling
 
-    pictures = [*draw_scaling(report.cases), *draw_losses(report.comparisons)]
+    looks = strategy_looks(case.first.mode for case in report.cases)
+    pictures = [*draw_scaling(report.cases, looks), *draw_losses(report.comparisons, looks)]
     page = Page(options.title, report.tables, pictures, facts, report.remarks)
     written: list[Path] = []
     if options.out:

@@ -1,65 +1,86 @@
 """Draws loss curves and, under them, how far each is from its reference. Reads no files."""
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from lit_gpt_dist.report.curves import Comparison, Verdict, band
-from lit_gpt_dist.report.picture import STYLE, Picture, line_style
+from lit_gpt_dist.report.curves import Comparison, Curve, Verdict, band
+from lit_gpt_dist.report.picture import STYLE, Look, Picture, filled, literal
+from lit_gpt_dist.report.statistics import strategy_order
 
 MOST_CURVES = 7  # more lines in one picture cannot be told apart
 MOST_PICTURES = 4
 
 
-def draw_losses(comparisons: Sequence[Comparison]) -> list[Picture]:
-    """One picture a reference: the curves, and under them how far each is from the reference."""
+def draw_losses(comparisons: Sequence[Comparison], looks: Mapping[str, Look]) -> list[Picture]:
+    """One picture a reference: the curves, and under them how far each is from it. ``looks`` has every strategy."""
     groups: dict[int, list[Comparison]] = {}
     for comparison in comparisons:
         if comparison.reference is not None:
             groups.setdefault(id(comparison.reference), []).append(comparison)
     worth = sorted((g for g in groups.values() if len(g) > 1), key=len, reverse=True)
-    with matplotlib.rc_context(STYLE):
-        return [_draw_group(group, i) for i, group in enumerate(worth[:MOST_PICTURES])]
+    pictures = [_draw_group(group, number, looks) for number, group in enumerate(worth[:MOST_PICTURES], start=1)]
+    if len(worth) > MOST_PICTURES:
+        more = f"{len(worth) - MOST_PICTURES} more references have curves: their verdicts are in the table."
+        pictures[-1] = replace(pictures[-1], note=f"{pictures[-1].note} {more}".strip())
+    return pictures
 
 
-def _draw_group(group: list[Comparison], index: int) -> Picture:
+def _draw_group(group: list[Comparison], number: int, looks: Mapping[str, Look]) -> Picture:
     reference = group[0].reference
     assert reference is not None
-    figure = Figure(figsize=(7.2, 5.4), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    top.plot(
-        reference.steps,
-        reference.losses,
-        color="#000000",
-        linewidth=3.2,
-        alpha=0.35,
-        label=f"{reference.run.tag} (reference)",
-    )
     others = _one_a_tag([c for c in group if c.verdict is not Verdict.REFERENCE])
     shown = sorted(others, key=lambda c: c.verdict is not Verdict.DIFFERENT)[:MOST_CURVES]
-    floor = min(band(c.curve.run, reference.run).same for c in shown) / 1e3
-    for i, comparison in enumerate(shown):
-        _draw_curve(top, bottom, comparison, i, floor)
-    widest = max((band(c.curve.run, reference.run) for c in shown), key=lambda b: b.rounding)
-    bottom.axhline(widest.same, color="#808080", linewidth=1, linestyle=(0, (2, 2)))
-    steps = np.arange(1, reference.last_step + 1)
-    bottom.fill_between(
-        steps, floor, widest.rounding_at(steps), color="#808080", alpha=0.12, linewidth=0, label="rounding"
+    shown.sort(key=lambda c: (strategy_order(c.curve.run.mode), c.curve.run.world))
+    run = reference.run
+    title = ", ".join(
+        [run.size, f"global batch {run.global_batch}", *([f"seed {run.seed}"] if run.seed is not None else [])]
     )
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 5.6), layout="constrained")
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+        name = literal(f"reference: {run.mode} on {run.world} ({run.tag})")
+        top.plot(reference.steps, reference.losses, color="#000000", linewidth=3.2, alpha=0.35, label=name)
+        floor = _draw_bands(bottom, reference, shown)
+        of_strategy: Counter[str] = Counter()
+        for place, comparison in enumerate(shown):
+            strategy = comparison.curve.run.mode
+            _draw_curve(top, bottom, comparison, filled(looks[strategy], of_strategy[strategy]), place, floor)
+            of_strategy[strategy] += 1
+        top.set_ylabel("training loss")
+        bottom.set_xlabel("optimizer step")
+        bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.suptitle(literal(f"{title}: one curve?"), fontsize=11)
+        handles = [*top.get_legend_handles_labels()[0], *bottom.get_legend_handles_labels()[0]]
+        figure.legend(handles=handles, loc="outside lower center", ncols=2, handlelength=3.5)
+    left_out = f"{len(shown)} of {len(others)} runs are drawn." if len(shown) < len(others) else ""
+    file_name = re.sub(r"[^\w.-]+", "-", f"loss_{number}_{run.size}_batch{run.global_batch}")
+    return Picture(file_name, f"{title}: one curve?", figure, left_out)
+
+
+def _draw_bands(bottom: Any, reference: Curve, shown: Sequence[Comparison]) -> float:
+    """What the verdicts hold a curve to. Returns the smallest difference that is drawn."""
+    bands = [band(c.curve.run, reference.run) for c in shown]
+    floor = min(limits.same for limits in bands) / 1e3
+    widest = max(bands, key=lambda limits: limits.rounding)
+    steps = np.arange(1, reference.last_step + 1)
+    bottom.axhline(
+        widest.same, color="#808080", linewidth=1, linestyle=(0, (2, 2)), label="tolerance of the same curve"
+    )
+    rounding = widest.rounding_at(steps)
+    label = "rounding of this precision"
+    bottom.fill_between(steps, floor, rounding, color="#808080", alpha=0.15, linewidth=0, label=label)
     bottom.set_yscale("log")
     bottom.set_ylim(bottom=floor * 0.7)
-    top.set_ylabel("training loss")
-    bottom.set_ylabel(f"|Δloss|\n(below {floor:.0e}: drawn there)")
-    bottom.set_xlabel("optimizer step")
-    run = reference.run
-    left_out = f" ({len(shown)} of {len(others)} runs drawn)" if len(shown) < len(others) else ""
-    title = f"{run.size}, global batch {run.global_batch}, seed {run.seed}: one curve?{left_out}"
-    figure.suptitle(title, fontsize=11)
-    figure.legend(*top.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    return Picture(f"loss_{index + 1}_{run.size}_batch{run.global_batch}", title, figure)
+    bottom.set_ylabel(f"largest |Δloss| so far\n(below {floor:.0e}: drawn there)")
+    return floor
 
 
 def _one_a_tag(comparisons: Sequence[Comparison]) -> list[Comparison]:
@@ -72,12 +93,13 @@ def _one_a_tag(comparisons: Sequence[Comparison]) -> list[Comparison]:
     return list(worst.values())
 
 
-def _draw_curve(top: Any, bottom: Any, comparison: Comparison, index: int, floor: float) -> None:
+def _draw_curve(top: Any, bottom: Any, comparison: Comparison, look: Look, place: int, floor: float) -> None:
     run, curve = comparison.curve.run, comparison.curve
-    style = line_style(index) | dict(markersize=4.5, linewidth=1.2)
+    style = look | dict(markersize=5.5, linewidth=1.2)
     every = max(1, len(curve.steps) // 8)
-    marks = (index * every // 4 % every, every)  # staggered, so that equal curves show all their markers
-    name = f"{run.tag}: {run.mode} on {run.world}, {comparison.verdict}"
-    top.plot(curve.steps, curve.losses, label=name, markevery=marks, **style)
-    size = np.maximum(np.abs(comparison.difference), floor)
-    bottom.plot(comparison.steps, size, markevery=marks, **style)
+    marks = (place * every // 4 % every, every)  # staggered, so that equal curves show all their markers
+    name = literal(f"{run.mode} on {run.world}: {comparison.verdict} ({run.tag})")
+    top.plot(curve.steps, curve.losses, markevery=marks, **style)
+    # the largest so far decides the verdict, and lines that only rise can be told apart where noise could not
+    largest = np.maximum.accumulate(np.maximum(np.abs(comparison.difference), floor))
+    bottom.plot(comparison.steps, largest, label=name, markevery=marks, **style)

@@ -50,7 +50,9 @@ class Page:
         """The same as Markdown; pictures are PNG files in ``picture_folder``, relative to the page."""
         parts = [f"# {self.title}", "", *(f"{remark}\n" for remark in self.remarks)]
         parts += [table.without_empty_columns().markdown() for table in self.tables]
-        parts += [f"## {p.title}\n\n![{p.title}]({picture_folder}/{p.name}.png)\n" for p in self.pictures]
+        for p in self.pictures:
+            parts.append(f"## {p.title}\n\n![{p.title}]({picture_folder}/{p.name}.png)\n")
+            parts += [f"{p.note}\n"] if p.note else []
         if self.facts:
             parts.append(f"## Environment\n\n```\n{_facts_text(self.facts)}\n```\n")
         return "\n".join(parts)
@@ -58,7 +60,8 @@ class Page:
 
 def _embedded(picture: Picture) -> str:
     title, data = html.escape(picture.title), base64.b64encode(picture.svg()).decode()
-    return f'<h2>{title}</h2><img alt="{title}" src="data:image/svg+xml;base64,{data}">'
+    note = f"<p class=note>{html.escape(picture.note)}</p>" if picture.note else ""
+    return f'<h2>{title}</h2><img alt="{title}" src="data:image/svg+xml;base64,{data}">{note}'
 
 
 def _facts_text(facts: dict[str, Any]) -> str:

@@ -1,175 +1,205 @@
-"""Draws tokens/s, efficiency and memory against the number of cards. Knows cases; reads no files."""
+"""Draws tokens/s, efficiency and memory against the number of cards. Knows panels; reads no files."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from lit_gpt_dist.report.picture import COLOURS, STYLE, Picture, line_style
+from lit_gpt_dist.report.panels import Group, Panel, arrange, left_out
+from lit_gpt_dist.report.picture import FILL_SIGNS, STYLE, Look, Picture, filled, literal
 from lit_gpt_dist.report.statistics import Bases, Case
-from lit_gpt_dist.report.table import rate
 
-MOST_PANELS = 6
-_IDEAL = dict(color="#707070", linewidth=1, linestyle=(0, (2, 2)), label="ideal", zorder=1)
+MOST_PANELS = 8  # a printed page
+_MOST_LEFT_OUT = 8
+_IDEAL: Any = dict(color="#707070", linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+_MARKER: Any = dict(markersize=5, linewidth=1.2)
+_HEADING_LETTERS = 46  # as wide as a panel
+_WIDTH = 0.7  # of the distance between two numbers of cards: what the points of one number may take
+_TICKS = (1, 1.5, 2, 3, 4, 6, 8)  # times a power of ten
 
-
-@dataclass
-class Panel:
-    """Cases that belong under one title: the same model and options, and the same batch per card or in all."""
-
-    title: str
-    per_card: bool
-    lines: dict[str, list[Case]] = field(default_factory=dict)  # mode: cases by cards
-
-    def add(self, case: Case) -> None:
-        """The fastest split into micro-batches stands for its number of cards."""
-        points = self.lines.setdefault(case.first.mode, [])
-        twin = next((p for p in points if p.first.world == case.first.world), None)
-        if twin is None or (case.tok_s or 0) > (twin.tok_s or 0):
-            points[:] = sorted([*(p for p in points if p is not twin), case], key=lambda c: c.first.world)
-
-    @property
-    def cases(self) -> list[Case]:
-        return [case for points in self.lines.values() for case in points]
-
-    @property
-    def worlds(self) -> list[int]:
-        return sorted({case.first.world for case in self.cases})
+Value = Callable[[Case, Panel], float | None]
 
 
-def group_panels(cases: Sequence[Case]) -> list[Panel]:
-    """Panels with at least two numbers of cards; the largest first."""
-    panels: dict[tuple, Panel] = {}
-    for case in cases:
-        run = case.first
-        if not case.tok_s or run.variant:
-            continue
-        model = (run.size, run.params, run.context, case.options, run.device)
-        for per_card, batch, words in (
-            (True, (run.micro, run.accum), f"{run.micro} × {run.accum} windows a card"),
-            (False, (run.global_batch,), f"{run.global_batch} windows in all"),
-        ):
-            title = f"{run.size}, {words}\n{case.options}"
-            panels.setdefault((*model, per_card, *batch), Panel(title, per_card)).add(case)
-    return [panel for panel in panels.values() if len(panel.worlds) > 1]
+def draw_scaling(cases: Sequence[Case], looks: Mapping[str, Look]) -> list[Picture]:
+    """Every picture for which there is data. ``looks`` has every strategy of the cases."""
+    panels = arrange(cases)[:MOST_PANELS]
+    drawn = [
+        _picture(panels, looks, "tokens_per_second", "Tokens per second", lambda case, _: case.tok_s, _finish_speed),
+        _picture(panels, looks, "efficiency", "Scaling efficiency", _efficiency(Bases(cases)), _finish_efficiency),
+        _picture(panels, looks, "memory", "Peak memory", _memory, _finish_memory),
+    ]
+    note = _note(left_out(cases, panels))
+    return [Picture(picture.name, picture.title, picture.figure, note) for picture in drawn if picture is not None]
 
 
-def draw_scaling(cases: Sequence[Case]) -> list[Picture]:
-    """Every picture for which there is data: tokens/s, efficiency, memory."""
-    panels = sorted(group_panels(cases), key=lambda p: len(p.cases), reverse=True)[:MOST_PANELS]
-    if not panels:
-        return []
-    with matplotlib.rc_context(STYLE):
-        drawn = [_draw_speed(panels), _draw_efficiency(panels, Bases(cases)), _draw_memory(panels, cases)]
-    return [picture for picture in drawn if picture is not None]
+def _note(unseen: Sequence[str]) -> str:
+    more = [f"{len(unseen) - _MOST_LEFT_OUT} more"] if len(unseen) > _MOST_LEFT_OUT else []
+    return f"Only in the table: {'; '.join([*unseen[:_MOST_LEFT_OUT], *more])}." if unseen else ""
 
 
-def _draw_speed(panels: Sequence[Panel]) -> Picture | None:
-    """With the line that one card times N would be."""
+def _efficiency(bases: Bases) -> Value:
+    def value(case: Case, panel: Panel) -> float | None:
+        scaling = bases.scaling(case)
+        return scaling.weak_efficiency if panel.weak else scaling.strong_efficiency
 
-    def draw(axis: Any, panel: Panel) -> bool:
-        one = max((case.tok_s or 0 for case in panel.cases if case.first.world == 1), default=0)
-        if one:
-            axis.plot(panel.worlds, [one * world for world in panel.worlds], **_IDEAL)
-        for i, points in enumerate(panel.lines.values()):
-            _error_bars(axis, i, points)
-        axis.set_yscale("log", base=2)
-        _rate_ticks(axis, panel)
-        axis.set_ylabel("tokens/s")
-        return True
-
-    return _picture(panels, "tokens_per_second", "Tokens per second", lambda _: lambda case: case.tok_s, draw)
+    return value
 
 
-def _draw_efficiency(panels: Sequence[Panel], bases: Bases) -> Picture | None:
-    def value(panel: Panel) -> Callable[[Case], float | None]:
-        if panel.per_card:
-            return lambda case: bases.scaling(case).weak_efficiency
-        return lambda case: bases.scaling(case).strong_efficiency
-
-    def draw(axis: Any, panel: Panel) -> bool:
-        axis.axhline(1, **_IDEAL)
-        axis.set_ylim(0, max(1.1, axis.get_ylim()[1]))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
-        axis.set_ylabel("tokens/s a card ÷ one card's")
-        return any(value(panel)(case) is not None for case in panel.cases)
-
-    return _picture(panels, "efficiency", "Scaling efficiency", value, draw)
+def _memory(case: Case, panel: Panel) -> float | None:
+    return case.median(lambda run: run.mem_gib if _on_cards(panel) else run.host_gib)
 
 
-def _draw_memory(panels: Sequence[Panel], cases: Sequence[Case]) -> Picture | None:
-    on_cards = any(run.mem_gib is not None for case in cases for run in case.measured)
+def _on_cards(panel: Panel) -> bool:
+    return any(run.mem_gib is not None for case in panel.cases for run in case.measured)
 
-    def memory(case: Case) -> float | None:
-        return case.median(lambda run: run.mem_gib if on_cards else run.host_gib)
 
-    def draw(axis: Any, panel: Panel) -> bool:
-        axis.set_ylim(0, axis.get_ylim()[1] * 1.1)
-        axis.set_ylabel("peak GiB a card" if on_cards else "peak GiB a process (host)")
-        return any(memory(case) is not None for case in panel.cases)
+class _Places:
+    """Where points stand on the axis of cards: side by side where several belong to one number of cards."""
 
-    return _picture(panels, "memory", "Peak memory", lambda _: memory, draw)
+    def __init__(self, panel: Panel, strategies: Sequence[str]) -> None:
+        slots = [(id(group), name) for group in panel.groups for name in strategies if name in group.lines]
+        nearest = min((math.log2(b / a) for a, b in pairwise(panel.worlds)), default=1.0)
+        self._slot = min(0.11, _WIDTH * nearest / len(slots))
+        self._offsets = {slot: (i - (len(slots) - 1) / 2) * self._slot for i, slot in enumerate(slots)}
+
+    def of(self, group: Group, strategy: str, world: int) -> float:
+        return math.log2(world) + self._offsets[id(group), strategy]
+
+    def span(self, group: Group, world: int) -> tuple[float, float]:
+        """From the left of the group's first point to the right of its last."""
+        places = [self.of(group, strategy, world) for strategy in group.lines]
+        return min(places) - self._slot / 2, max(places) + self._slot / 2
+
+
+Finish = Callable[[Any, Panel, _Places, Mapping[str, Look]], None]
 
 
 def _picture(
-    panels: Sequence[Panel],
-    name: str,
-    title: str,
-    value: Callable[[Panel], Callable[[Case], float | None]],
-    finish: Callable[[Any, Panel], bool],
+    panels: Sequence[Panel], looks: Mapping[str, Look], name: str, title: str, value: Value, finish: Finish
 ) -> Picture | None:
-    """One axis a panel, one line a mode. ``finish`` draws what is special and says whether the axis shows anything."""
-    figure, axes = _grid(len(panels))
-    useful = False
-    for axis, panel in zip(axes, panels, strict=True):
-        for i, (mode, points) in enumerate(panel.lines.items()):
-            known = [(case.first.world, v) for case in points if (v := value(panel)(case)) is not None]
+    """One axis a panel in which anything is known, one line a strategy and batch. ``finish`` adds what is special."""
+    shown = [panel for panel in panels if any(value(case, panel) is not None for case in panel.cases)]
+    if not shown:
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _grid(len(shown), share_y=finish is _finish_efficiency)
+        for axis, panel in zip(axes, shown, strict=True):
+            places = _Places(panel, list(looks))
+            _draw_lines(axis, panel, places, looks, value)
+            finish(axis, panel, places, looks)
+            axis.set_title(_heading(panel, with_device=len({p.first.device for p in shown}) > 1), fontsize=8)
+            _card_axis(axis, panel)
+        _legend(figure, shown, looks, with_ideal=finish is not _finish_memory)
+        figure.suptitle(title, fontsize=11)
+    return Picture(name, title, figure)
+
+
+def _draw_lines(axis: Any, panel: Panel, places: _Places, looks: Mapping[str, Look], value: Value) -> None:
+    for number, group in enumerate(panel.groups):
+        for strategy, points in group.lines.items():
+            known = [
+                (places.of(group, strategy, case.first.world), v)
+                for case in points
+                if (v := value(case, panel)) is not None
+            ]
             if known:
-                axis.plot(*zip(*known, strict=True), label=mode, markersize=5.5, linewidth=1.5, **line_style(i))
-        useful |= finish(axis, panel)
-        axis.set_title(panel.title, fontsize=8.5)
-        _card_ticks(axis, panel.worlds)
-        axis.legend()
-    figure.suptitle(title, fontsize=11)
-    return Picture(name, title, figure) if useful else None
+                xs, ys = zip(*known, strict=True)
+                look = filled(looks[strategy], number) | _MARKER
+                axis.plot(xs, ys, **look | dict(marker=""))
+                axis.plot(xs, ys, **look | dict(linestyle="", zorder=3))  # no line crosses another's marker
 
 
-def _grid(count: int, height_inches: float = 3.1) -> tuple[Figure, list[Any]]:
-    columns = 2 if count == 4 else min(count, 3)
+def _finish_speed(axis: Any, panel: Panel, places: _Places, looks: Mapping[str, Look]) -> None:
+    """What one card times N would be, as a level at every N, and the smallest and largest round of each point."""
+    for group in panel.groups:
+        for strategy, points in group.lines.items():
+            for case in points:
+                rates = [run.tok_s for run in case.measured if run.tok_s]
+                place = places.of(group, strategy, case.first.world)
+                axis.vlines(place, min(rates), max(rates), color=looks[strategy]["color"], linewidth=1)
+        if group.one_card is not None:
+            one = group.one_card.tok_s or math.nan
+            worlds = sorted({case.first.world for case in group.cases})
+            left, right = zip(*(places.span(group, world) for world in worlds), strict=True)
+            axis.hlines([one * world for world in worlds], left, right, **_IDEAL)
+    axis.set_yscale("log")
+    _rate_ticks(axis)
+    axis.set_ylabel("tokens/s")
+
+
+def _rate_ticks(axis: Any) -> None:
+    """Round numbers, closer together than whole powers of ten: a panel often spans a factor of three."""
+    low, high = axis.dataLim.y0 / 1.15, axis.dataLim.y1 * 1.15
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [factor * 10.0**decade for decade in decades for factor in _TICKS]
+    inside = [tick for tick in ticks if low <= tick <= high]
+    axis.set_ylim(low, high)
+    axis.yaxis.set_major_locator(FixedLocator(inside[:: -(-len(inside) // 8)] if inside else [low]))
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+
+
+def _short(value: float) -> str:
+    return f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k" if value >= 1e3 else f"{value:g}"
+
+
+def _finish_efficiency(axis: Any, panel: Panel, places: _Places, looks: Mapping[str, Look]) -> None:
+    axis.axhline(1, **_IDEAL)
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
+    axis.set_ylabel("tokens/s per {0} ÷\ntokens/s of one {0}".format("process" if panel.first.on_cpu else "card"))
+    # the axes of this picture share their limits: room for the points of the lowest, and noise is not blown up
+    shared = [own.dataLim for own in axis.figure.axes if own.lines]
+    lowest, highest = min(limits.y0 for limits in shared), max(limits.y1 for limits in shared)
+    axis.set_ylim(0 if lowest < 0.5 else math.floor(min(lowest, 0.85) * 10 - 0.1) / 10, max(1.04, highest + 0.02))
+
+
+def _finish_memory(axis: Any, panel: Panel, places: _Places, looks: Mapping[str, Look]) -> None:
+    axis.set_ylim(0, axis.dataLim.y1 * 1.1)
+    axis.set_ylabel("GiB per card" if _on_cards(panel) else "GiB per process (host)")
+
+
+def _heading(panel: Panel, with_device: bool) -> str:
+    setting = panel.setting + (f", {panel.first.device}" if with_device else "")
+    signs = FILL_SIGNS if len(panel.groups) > 1 else ("",)
+    batches = [f"{sign} {group.batch}".strip() for sign, group in zip(signs, panel.groups, strict=False)]
+    kind = "weak scaling, micro × acc.: " if panel.weak else "strong scaling, global batch: "
+    batch = kind + ", ".join(words.replace(" ", "\N{NO-BREAK SPACE}") for words in batches)
+    return literal("\n".join([*textwrap.wrap(setting, _HEADING_LETTERS), *textwrap.wrap(batch, _HEADING_LETTERS)]))
+
+
+def _grid(count: int, share_y: bool, height_inches: float = 2.6) -> tuple[Figure, list[Any]]:
+    """Two panels side by side are as wide as a printed page's text."""
+    columns = min(count, 2)
     rows = -(-count // columns)
-    figure = Figure(figsize=(max(4.6, 3.5 * columns), height_inches * rows), layout="constrained")
-    axes = list(np.atleast_1d(figure.subplots(rows, columns)).flat)
+    figure = Figure(figsize=(7.2 if columns == 2 else 4.8, height_inches * rows + 0.7), layout="constrained")
+    axes = list(np.atleast_1d(figure.subplots(rows, columns, sharey=share_y)).flat)
     for spare in axes[count:]:
         spare.remove()
     return figure, axes[:count]
 
 
-def _card_ticks(axis: Any, worlds: list[int]) -> None:
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(worlds, [str(world) for world in worlds])
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("cards")
-    axis.set_xlim(worlds[0] / 1.15, worlds[-1] * 1.15)
+def _card_axis(axis: Any, panel: Panel) -> None:
+    places = [math.log2(world) for world in panel.worlds]
+    axis.set_xticks(places, [str(world) for world in panel.worlds])
+    axis.set_xlim(places[0] - 0.5, places[-1] + 0.5)
+    axis.grid(visible=False, axis="x")
+    axis.set_xlabel("processes" if panel.first.on_cpu else "cards")
 
 
-def _error_bars(axis: Any, index: int, points: Sequence[Case]) -> None:
-    """Smallest and largest round."""
-    for case in points:
-        rates = [run.tok_s for run in case.measured if run.tok_s]
-        axis.vlines(case.first.world, min(rates), max(rates), color=COLOURS[index % len(COLOURS)], linewidth=1)
-
-
-def _rate_ticks(axis: Any, panel: Panel) -> None:
-    """Ticks that double from the slowest point on: the ideal line is straight and equal distances are equal factors."""
-    rates = [case.tok_s or 1 for case in panel.cases]
-    step = 10 ** int(np.floor(np.log10(min(rates))))
-    first = int(min(rates) / step) * step
-    ticks = [first * 2.0**k for k in range(-1, 14) if first * 2.0**k <= max(rates) * 2]
-    axis.set_yticks(ticks)
-    axis.set_ylim(min(rates) / 1.3, max(*rates, *(line.get_ydata().max() for line in axis.lines)) * 1.3)
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: rate(value)))
-    axis.yaxis.set_minor_locator(NullLocator())
+def _legend(figure: Figure, panels: Sequence[Panel], looks: Mapping[str, Look], with_ideal: bool) -> None:
+    used = {strategy for panel in panels for group in panel.groups for strategy in group.lines}
+    handles = [
+        Line2D([], [], label=literal(strategy), **look, **_MARKER)
+        for strategy, look in looks.items()
+        if strategy in used
+    ]
+    if with_ideal:
+        handles.append(Line2D([], [], label="ideal", **_IDEAL))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), handlelength=3.5)
