@@ -97,12 +97,13 @@ def build(
     runs: list[Run], reference_tag: str | None = None, link: str | None = None, calibration: Path | None = None
 ) -> Report:
     """Everything but pictures and files."""
-    if reference_tag is not None and not any(run.tag == reference_tag for run in runs):
-        tags = ", ".join(sorted({run.tag for run in runs})[:8])
-        raise UserError(f"no run is tagged {reference_tag!r}; use one of {tags}")
     runs = without_superseded(runs)
+    curves = join_curves(runs)
+    if reference_tag is not None and all(curve.run.tag != reference_tag for curve in curves):
+        tags = ", ".join(sorted({curve.run.tag for curve in curves})[:8]) or "none here"
+        raise UserError(f"no run with losses is tagged {reference_tag!r}; use one of {tags}")
     cases = group_cases(runs)
-    comparisons = compare_all(join_curves(runs), reference_tag)
+    comparisons = compare_all(curves, reference_tag)
     others = [ablation_table(ablations(cases, Bases(cases))), failure_table(cases)]
     remarks = [f"{run.source} ({run.tag}): {why}" for run in runs if (why := suspicious(run))]
     speed = speed_table(cases, predictions(cases, link, calibration))

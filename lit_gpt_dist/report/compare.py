@@ -69,7 +69,10 @@ def compare_all(curves: Sequence[Curve], reference_tag: str | None = None) -> li
         if group not in best:
             best[group] = choose_reference(curve, candidates)
         alone = len(candidates) == 1 and candidates[0] is curve and curve.run.world > 1 and not named
-        comparisons.append(compare(curve, None if alone else best[group], sizes[curve.run.size]))
+        found = compare(curve, None if alone else best[group], sizes[curve.run.size])
+        if named and found.reference is None and not candidates:
+            found = replace(found, cause=f"{reference_tag}, the reference asked for, is a run of {named[0].run.size}")
+        comparisons.append(found)
     return comparisons
 
 

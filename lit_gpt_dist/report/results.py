@@ -5,7 +5,7 @@ A damaged line is named (file, line number, why) and skipped: a report is made o
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,6 @@ class Damage:
 _COUNTS = ("world", "micro", "accum")
 _TEXTS = ("precision", "recompute", "compile", "device", "variant")
 _POSITIVE = ("tok_s", "step_ms")
-_OPTIONAL_NUMBERS = (
-    *("mem_gib", "host_gib", "mfu", "mfu_half_attention", "communication_share", "val_loss", "bucket_cap_mb"),
-    *("context", "tokens_per_step", "params", "seed", "round"),
-)
 
 
 def read_results(paths: Sequence[str | Path]) -> tuple[list[Run], list[Damage]]:
@@ -152,14 +148,15 @@ def _check(record: dict[str, Any], status: str) -> None:
     if missing:
         raise ValueError(f"no {', '.join(missing)}")
     for name in ("tag", "mode", "size"):
-        if not isinstance(record[name], str):
+        if not _is_text(record[name]):
             raise ValueError(f"{name} is {record[name]!r}, not text")
     for name in _COUNTS:
         if not _is_count(record[name]):
             raise ValueError(f"{name} is {record[name]!r}, not a whole number of at least 1")
-    for name in _OPTIONAL_NUMBERS:
-        if record.get(name) is not None and not _is_number(record[name]):
-            raise ValueError(f"{name} is {record[name]!r}, not a number")
+    for names, holds, words in _OPTIONAL:
+        for name in names:
+            if record.get(name) is not None and not holds(record[name]):
+                raise ValueError(f"{name} is {record[name]!r}, not {words}")
     if not isinstance(record.get("start") or 0, int) or (record.get("start") or 0) < 0:
         raise ValueError(f"start is {record['start']!r}, not a step")
     if status == OK:
@@ -169,7 +166,7 @@ def _check(record: dict[str, Any], status: str) -> None:
 def _check_measurement(record: dict[str, Any]) -> None:
     for name in _POSITIVE:
         value = record.get(name)
-        if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
+        if value is not None and not (_is_finite(value) and value > 0):
             raise ValueError(f"{name} is {value!r}, not a positive number")
     losses = record["losses"]
     if not isinstance(losses, list) or not all(loss is None or _is_number(loss) for loss in losses):
@@ -182,6 +179,35 @@ def _is_number(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and _is_number(value) and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+# names, what holds for their values, and that in words
+_OPTIONAL: tuple[tuple[tuple[str, ...], Callable[[object], bool], str], ...] = (
+    (("global_batch", "context", "tokens_per_step", "params"), _is_count, "a whole number of at least 1"),
+    (("seed", "round"), _is_whole, "a whole number"),
+    (("mem_gib", "host_gib", "mfu", "mfu_half_attention"), _is_finite, "a finite number"),
+    (("communication_share", "bucket_cap_mb"), _is_finite, "a finite number"),
+    (("val_loss",), _is_number, "a number"),  # that of a run gone wrong may be infinite
+    (("corpus", "corpus_hash", "git_revision", "time", "command"), _is_text, "text"),
+    (("case", "error", "matmul_precision"), _is_text, "text"),
+    (("versions", "shape"), _is_object, "an object"),
+)
 
 
 def _text(value: object) -> str:

@@ -25,9 +25,15 @@ class Table:
         return Table(self.title, [self.headers[i] for i in kept], [[r[i] for i in kept] for r in self.rows], self.notes)
 
     def markdown(self) -> str:
-        escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in [self.headers, *self.rows]]
+        if not self.rows:
+            return "\n\n".join([f"## {self.title}", *self.notes, ""])
+
+        def escaped(cell: str) -> str:  # a message such as "in <module>" is text, not a tag
+            return cell.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+        cells = [[escaped(cell) for cell in row] for row in [self.headers, *self.rows]]
         ruler = ["---" if i == 0 else "---:" for i in range(len(self.headers))]
-        lines = ["| " + " | ".join(row) + " |" for row in [escaped[0], ruler, *escaped[1:]]]
+        lines = ["| " + " | ".join(row) + " |" for row in [cells[0], ruler, *cells[1:]]]
         notes = [f"\n{note}" for note in self.notes]
         return "\n".join([f"## {self.title}", "", *lines, *notes, ""])
 

@@ -86,9 +86,10 @@ def speed_table(cases: Sequence[Case], planned: Mapping[int, tuple[float | None,
 
 def curve_table(comparisons: Sequence[Comparison], at_most: int | None = None) -> Table:
     """Verdicts. Rounds that agree share a row; beyond ``at_most`` rows only the runs to worry about are listed."""
-    notes = [
-        ", ".join(f"{count} × {verdict}" for verdict, count in Counter(c.verdict for c in comparisons).items()) + "."
-    ]
+    if not comparisons:
+        return Table("One curve?", _CURVE_HEADERS, [], ("No run has losses.",))
+    counts = Counter(c.verdict for c in comparisons).items()
+    notes = [", ".join(f"{count} × {verdict}" for verdict, count in counts) + "."]
     notes.append("Several runs of one tag with one verdict share a row, which shows the largest difference among them.")
     groups: dict[tuple, list[Comparison]] = {}
     for c in comparisons:

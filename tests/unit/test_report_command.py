@@ -118,7 +118,9 @@ def test_tensorboard_gets_the_pictures(results, tmp_path):
 def test_mistakes_are_named_with_a_remedy(results, tmp_path):
     with pytest.raises(UserError, match=r"format 'pdf' is not one of"):
         main([str(results), "--format", "pdf"])
-    with pytest.raises(UserError, match=r"no run is tagged 'two'; use one of"):
+    with pytest.raises(UserError, match=r"no run with losses is tagged 'huge'"):  # it ran out of memory
+        main([str(results), "--reference", "huge"])
+    with pytest.raises(UserError, match=r"no run with losses is tagged 'two'; use one of"):
         main([str(results), "--reference", "two"])
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
@@ -138,3 +140,24 @@ def test_two_thousand_lines_with_damage_are_all_read(tmp_path, capsys):
     assert main([str(path), "--out", str(tmp_path / "out")]) == 0
     assert "1999 × same curve" in capsys.readouterr().out
     assert len((tmp_path / "out" / "curves.csv").read_text().splitlines()) == 2001
+
+
+def test_results_without_any_losses_say_so(tmp_path, capsys):
+    lost = dict(
+        tag="a", mode="ddp", size="big", world=2, accum=1, micro=4, status="failed", error="File x, in <module>"
+    )
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps(lost))
+    assert main([str(path), "--markdown", str(tmp_path / "page.md")]) == 0
+    assert "No run has losses." in capsys.readouterr().out
+    page = (tmp_path / "page.md").read_text()
+    assert "## One curve?\n\nNo run has losses." in page
+    assert "in &lt;module>" in page
+
+
+def test_what_the_pictures_leave_out_stands_on_both_pages(results, tmp_path):
+    with results.open("a") as file:
+        file.write("\n" + json.dumps(record("lonely", "ddp", 2, 8, 500.0, [4.0])))
+    main([str(results), "--out", str(tmp_path / "out")])
+    for name in ("report.md", "report.html"):
+        assert "Only in the table: tiny, 32-true, 16 × 8 on 2." in (tmp_path / "out" / name).read_text()

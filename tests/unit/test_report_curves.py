@@ -150,6 +150,14 @@ def test_another_global_batch_held_against_a_named_reference_is_a_different_run(
     assert "another global batch (global_batch 128 against 64)" in found.cause
 
 
+def test_a_run_of_another_size_than_the_named_reference_says_so():
+    other = run("big", size="big", world=1)
+    assert (
+        "the reference asked for, is a run of tiny"
+        in judge(other, run("b", size="big"), reference="reference")["b"].cause
+    )
+
+
 def test_a_resumed_run_is_one_curve():
     parts = run("r", BASE[:20]), run("r", BASE[20:], start=20, mode="fsdp2")
     found = judge(*parts)["r"]

@@ -68,8 +68,12 @@ def test_a_run_of_another_arithmetic_model_or_card_is_no_base(field):
 def test_a_compiled_run_is_held_against_single_whatever_is_compiled_as_one():
     """Left to ``auto``, one card compiles the whole model and fsdp2 blocks."""
     cases = group_cases(
-        [run(compile="model", tok_s=100.0), run("ddp", 1, compile="blocks", tok_s=95.0)]
-        + [run("fsdp2", 2, compile="blocks", tok_s=170.0), run("fsdp2", 2, compile="none", tok_s=80.0)]
+        [
+            run(compile="model", tok_s=100.0),
+            run("ddp", 1, compile="blocks", tok_s=95.0),
+            run("fsdp2", 2, compile="blocks", tok_s=170.0),
+            run("fsdp2", 2, compile="none", tok_s=80.0),
+        ]
     )
     efficiencies = {c.first.compile: Bases(cases).scaling(c).weak_efficiency for c in cases if c.first.world == 2}
     assert efficiencies == {"blocks": pytest.approx(0.85), "none": None}
