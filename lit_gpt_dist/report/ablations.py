@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lit_gpt_dist.report.results import Run
-from lit_gpt_dist.report.statistics import Bases, Case, arithmetic, model, ratio
+from lit_gpt_dist.report.statistics import Bases, Case, arithmetic, model, ratio, switched_off
 
 NO_SYNC_OFF = "no_sync off"  # as `bench` names that variant
 
@@ -22,8 +22,8 @@ class Ablation:
 
 
 def ablations(cases: Sequence[Case], bases: Bases) -> list[Ablation]:
-    # the default bucket size last, so that it is the one that stays where several were run
-    usual_last = sorted(cases, key=lambda case: case.first.bucket_cap_mb in (None, 25))
+    # the default bucket size, and nothing switched off, last: what stays where several were run
+    usual_last = sorted(cases, key=lambda c: (not switched_off(c.first), c.first.bucket_cap_mb in (None, 25)))
     plain = {_without_switch(case.first): case for case in usual_last if not case.first.variant}
     found = []
     for case in cases:

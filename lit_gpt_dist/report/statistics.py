@@ -58,10 +58,16 @@ def describe_options(run: Run) -> str:
     if is_compiled(run):
         parts.append(compiled)
     if run.variant:
-        parts.append(run.variant)
-    elif run.bucket_cap_mb is not None and run.bucket_cap_mb != 25:  # 25 MB is DDP's own default
+        return ", ".join([*parts, run.variant])
+    if run.bucket_cap_mb is not None and run.bucket_cap_mb != 25:  # 25 MB is DDP's own default
         parts.append(f"bucket {run.bucket_cap_mb:g} MB")
-    return ", ".join(parts)
+    return ", ".join([*parts, *switched_off(run)])
+
+
+def switched_off(run: Run) -> list[str]:
+    """What is on unless somebody says otherwise; a CPU has no CUDA graph to miss."""
+    names = ("no_sync", "reshard_after_forward", *(() if run.on_cpu else ("cuda_graph",)))
+    return [f"{name} off" for name in names if run.record.get(name) is False]
 
 
 def is_compiled(run: Run) -> bool:
@@ -92,6 +98,7 @@ def case_key(run: Run) -> tuple:
         run.global_batch,
         run.bucket_cap_mb,
         run.variant,
+        *switched_off(run),
     )
 
 
@@ -186,10 +193,12 @@ def _comparable(run: Run) -> tuple:
 
 
 def _base(case: Case, alone: Sequence[Case]) -> Case | None:
-    """A strategy on one card is a base only where ``single`` was not run; the same compilation where there is a choice."""
+    """A strategy on one card is a base only where ``single`` was not run; the same options where there is a choice."""
 
     def preference(base: Case) -> tuple:
-        return base.first.mode != "single", base.first.compile != case.first.compile, -(base.tok_s or 0)
+        run, own = base.first, case.first
+        other = run.compile != own.compile, switched_off(run) != switched_off(own)
+        return run.mode != "single", *other, -(base.tok_s or 0)
 
     return min(alone, key=preference, default=None)
 

@@ -65,6 +65,18 @@ def test_a_run_of_another_arithmetic_model_or_card_is_no_base(field):
     assert (scaling.weak_efficiency, scaling.strong_efficiency, scaling.speed_up) == (None, None, None)
 
 
+@pytest.mark.parametrize("switch", ["no_sync", "reshard_after_forward", "cuda_graph"])
+def test_runs_of_fit_that_differ_in_a_switch_are_no_rounds_of_one_case(switch):
+    on, off = (
+        run("fsdp2", 2, tok_s=rate, device="H200", record={switch: on}) for rate, on in ((2.0, True), (1.0, False))
+    )
+    cases = group_cases([on, off, run(tok_s=1.0, device="H200")])
+    assert {case.options: case.tok_s for case in cases if case.first.world == 2} == {
+        "32-true": 2.0,
+        f"32-true, {switch} off": 1.0,
+    }
+
+
 def test_a_compiled_run_is_held_against_single_whatever_is_compiled_as_one():
     """Left to ``auto``, one card compiles the whole model and fsdp2 blocks."""
     cases = group_cases(
