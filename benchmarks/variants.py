@@ -141,7 +141,7 @@ def update(
     scale = (1.0 / (norm + 1e-6)).clamp(max=1.0)
     for group, decay in zip(range(len(parameters)), (0.1, 0.0), strict=False):
         adamw(
-            parameters[group], torch._foreach_mul(gradients[group], scale), first[group], second[group], [], steps[group],
+            parameters[group], list(torch._foreach_mul(gradients[group], scale)), first[group], second[group], [], steps[group],
             foreach=True, capturable=True, amsgrad=False, beta1=0.9, beta2=0.95, lr=1e-3, weight_decay=decay,
             eps=1e-8, maximize=False,
         )  # fmt: skip

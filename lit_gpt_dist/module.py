@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from lit_gpt_dist.checkpoint.initial import load_weights, shape_of_weights
@@ -24,7 +23,7 @@ from lit_gpt_dist.model.config import Activation, GPTConfig, Norm, Positions, pr
 from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.optim.config import FINE_TUNING_RATE, LEARNING_RATES, OptimConfig
 from lit_gpt_dist.optim.groups import make_adamw
-from lit_gpt_dist.optim.schedules import lr_factor
+from lit_gpt_dist.optim.schedules import HostRates, lr_factor
 from lit_gpt_dist.parallel.clip import clip_by_global_norm, clip_in_update, clips_in_update, forget_scale
 from lit_gpt_dist.parallel.compile import Compile, compile_model, eagerly, resolve_compile
 from lit_gpt_dist.parallel.graph import (
@@ -174,7 +173,7 @@ class GPTModule(pl.LightningModule):
         if self.trainer.precision == "16-mixed":
             fused = False  # a fused step unscales gradients by itself, after they were clipped
         optimizer = make_adamw(self.model, lr, self.optim, fused, self.device)
-        scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, self.optim, steps))
+        scheduler = HostRates(optimizer, lambda step: lr_factor(step, self.optim, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @property
@@ -295,6 +294,11 @@ class GPTModule(pl.LightningModule):
         """Whether the next step is a replay: then no hook is called between its parts."""
         return self.graph_wanted and self.trainer.global_step >= self._graph_from
 
+    @property
+    def recorded_at(self) -> int | None:
+        """The step that is recorded, with the first replay; None where none will be."""
+        return self._graph_from + 1 if self.graph_wanted else None
+
     def on_train_end(self) -> None:
         for optimizer in self.trainer.optimizers:
             forget_scale(optimizer)
@@ -319,8 +323,8 @@ class GPTModule(pl.LightningModule):
             self._seed_dropout(0, 1)
         self.trainer.strategy.before_replay()  # type: ignore[attr-defined]
         self.step_graph.replay(windows)
-        # copies: the next replay writes its results to the same place
-        self.step_loss, self.gradient_norm = self.step_graph.loss.clone(), self.step_graph.gradient_norm.clone()
+        # a copy: the next replay writes its results to the same place
+        self.step_loss, self.gradient_norm = self.step_graph.results.clone().unbind()
         return self.step_loss
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:

@@ -18,9 +18,7 @@ from torch.optim import AdamW
 from lit_gpt_dist.callbacks.notices import Once
 from lit_gpt_dist.callbacks.recorder import rates_of_last_step
 
-STEPS_BETWEEN = (
-    100  # at least: it reads weights and moments some twenty times, a hundredth of a small model's step otherwise
-)
+STEPS_BETWEEN = 200  # at least: one reads weights and moments a dozen times, a fifth of a small model's step
 CHUNK_BYTES = 64 << 20  # of weights: three temporary copies of so much are made at a time
 
 
@@ -76,15 +74,17 @@ def squares(parameters: list[Tensor], state: Mapping[Tensor, Any], group: dict[s
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
     weights = [local(parameter.detach()) for parameter in parameters]
     step = torch.as_tensor(state[parameters[0]]["step"]).to(weights[0].device)  # the same for all: they move together
+    correction = (1 - beta2**step).sqrt()
     roots = torch._foreach_sqrt([local(state[parameter]["exp_avg_sq"]) for parameter in parameters])
-    torch._foreach_div_(roots, (1 - beta2**step).sqrt())
-    torch._foreach_add_(roots, group["eps"])
+    torch._foreach_add_(roots, group["eps"] * correction)
     moved = torch._foreach_div([local(state[parameter]["exp_avg"]) for parameter in parameters], roots)
-    torch._foreach_mul_(moved, rate / (1 - beta1**step))
-    before = torch._foreach_add(weights, moved)  # weights after = before · (1 − rate·decay) − moved
-    torch._foreach_div_(before, 1 - rate * decay)
-    torch._foreach_add_(moved, before, alpha=rate * decay)
-    return torch.stack([total_square(moved), total_square(before)])
+    torch._foreach_mul_(moved, rate * correction / (1 - beta1**step))
+    # after = kept · before − moved, so before = (after + moved) / kept, and before − after = (moved + rate·decay·after) / kept
+    kept = 1 - rate * decay
+    before = total_square(torch._foreach_add(weights, moved))
+    if decay:
+        torch._foreach_add_(moved, weights, alpha=rate * decay)
+    return torch.stack([total_square(moved), before]) / kept**2
 
 
 def total_square(tensors: Sequence[Tensor]) -> Tensor:

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_gpt_dist.callbacks.clock import HostClock, clock_for, process_seconds
-from lit_gpt_dist.callbacks.exchange import Exchange
+from lit_gpt_dist.callbacks.exchange import Exchange, Unread
 from lit_gpt_dist.callbacks.memory import PeakMemory
 from lit_gpt_dist.callbacks.notices import Once
 from lit_gpt_dist.callbacks.step_times import StepTimes, percentiles
@@ -26,7 +25,6 @@ from lit_gpt_dist.callbacks.utilization import no_mfu_reason, utilization
 from lit_gpt_dist.errors import RunStopped
 
 GIB = 2**30
-MOST_AT_FIRST = 1024  # losses that room is made for; it grows
 
 
 @dataclass(frozen=True)
@@ -111,20 +109,18 @@ class StepRecorder(pl.Callback):
         self.memory = PeakMemory()
         self.times = StepTimes(HostClock(), window)
         self._once = Once()
-        self._buffer: Tensor | None = None
-        self._filled = 0  # losses not asked for yet
+        self._unread = Unread()  # losses of steps since the last reading
         self._request: Request | None = None
         self._lag = 0
-        self._warmup_until = 0
+        self._warmed_up_at: int | None = None  # the last step of the warm-up; known after the first one
 
     # ---- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.start = trainer.global_step
-        self.losses, self._filled, self._request = [], 0, None  # of an earlier fit, perhaps one that failed
+        self.losses, self._unread, self._request = [], Unread(), None  # of an earlier fit, perhaps one that failed
         self.start_seconds = {"training": process_seconds()}
-        planned = trainer.max_steps - self.start
-        self._warmup_until = self.start + max(1, min(10, planned // 5))
+        self._warmed_up_at = None
         self.memory.begin(module.device)
         usual = min(10, trainer.log_every_n_steps // 2) if module.device.type == "cuda" else 0  # type: ignore[attr-defined]
         self._lag = usual if self.lag is None else self.lag
@@ -136,9 +132,11 @@ class StepRecorder(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
-        self._keep(module.step_loss, trainer.log_every_n_steps)
+        self._unread.append(module.step_loss)
         self.times.step_ended()
         self.tokens += tokens_per_step(trainer, module)
+        if self._warmed_up_at is None:
+            self._warmed_up_at = max(module.recorded_at or 0, self.start + warmup_steps(trainer.max_steps - self.start))
         if step == self.start + 1:
             module.step_loss.item()  # waits for the device
             self.start_seconds["first_step"] = process_seconds()
@@ -146,7 +144,7 @@ class StepRecorder(pl.Callback):
             self._ask(trainer, module)
         if self._request is not None and (step >= self._request.step + self._lag or step == trainer.max_steps):
             self.finish_reading()
-        if step == self._warmup_until:
+        if step == self._warmed_up_at:
             module.step_loss.item()  # waits for the device: what is warm-up ends here
             self.finish_reading()
             self.times.forget()
@@ -191,11 +189,11 @@ class StepRecorder(pl.Callback):
 
     def rewind(self, trainer: pl.Trainer, module: Any, steps: int) -> None:
         """The run went back so many steps: their losses are not part of the curve."""
-        unread = min(steps, self._filled)
+        unread = min(steps, len(self._unread))
         kept = len(self.losses) - (steps - unread)
         self.losses = self.losses[: max(0, kept)]
         self.tokens -= steps * tokens_per_step(trainer, module)
-        self._filled -= unread
+        self._unread.drop(unread)
         self.times.take()
         self.times.begin()
 
@@ -205,28 +203,16 @@ class StepRecorder(pl.Callback):
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
-    def _keep(self, loss: Tensor, capacity: int) -> None:
-        if self._buffer is None or self._filled == len(self._buffer):
-            grown = torch.empty(
-                max(1, min(capacity, MOST_AT_FIRST), 2 * self._filled), dtype=loss.dtype, device=loss.device
-            )
-            if self._buffer is not None:
-                grown[: self._filled] = self._buffer
-            self._buffer = grown
-        self._buffer[self._filled] = loss
-        self._filled += 1
-
     def _ask(self, trainer: pl.Trainer, module: Any) -> None:
         """Begins a reading of everything up to the step just taken. Communicates; waits for nothing."""
-        assert self._buffer is not None
+        assert self._warmed_up_at is not None
         self.finish_reading()
         norm = 0.0 if module.gradient_norm is None else module.gradient_norm
         rows = [[norm], *(part.measure(trainer, module) for part in self.parts)]
-        answer = Exchange(trainer.strategy, self._buffer[: self._filled], [number for row in rows for number in row])
-        self._filled = 0
+        answer = Exchange(trainer.strategy, self._unread.take(), [number for row in rows for number in row])
         self._request = Request(
             trainer, module, trainer.global_step, self.tokens, last_learning_rate(trainer), self.memory.read_peak_gib(),
-            [len(row) for row in rows], answer, self.times.take(), trainer.global_step > self._warmup_until,
+            [len(row) for row in rows], answer, self.times.take(), trainer.global_step > self._warmed_up_at,
         )  # fmt: skip
 
     def finish_reading(self) -> None:
@@ -251,7 +237,7 @@ class StepRecorder(pl.Callback):
     def _read_the_rest(self, trainer: pl.Trainer, module: Any) -> None:
         """At the end, which all ranks have come to after the same step."""
         self.finish_reading()
-        if self._filled:
+        if len(self._unread):
             self._ask(trainer, module)
             self.finish_reading()
 
@@ -290,6 +276,11 @@ class StepRecorder(pl.Callback):
         wall = time.perf_counter() - self.started_at
         shares = {f"speed/run_share_{kind}": seconds / wall for kind, seconds in self.paused_seconds.items()}
         return {"speed/goodput": max(0.0, 1 - sum(shares.values())), **shares}
+
+
+def warmup_steps(planned: int) -> int:
+    """How many steps of a run's ``planned`` are not timed, at least."""
+    return max(1, min(10, planned // 5))
 
 
 def split_columns(table: list[list[float]], lengths: Sequence[int]) -> list[list[list[float]]]:

@@ -256,9 +256,9 @@ class GPTDataModule(lightning.LightningDataModule):
             return torch_tokens(part.gather(starts.numpy(), self.context + 1)).to(device).long()
         if self._device_tokens is None or self._device_tokens.device != device:
             self._device_tokens = torch_tokens(self.corpus.tokens.to_numpy()).to(device)
-        first = starts.to(device, non_blocking=True) + part.offset
-        within = torch.arange(self.context + 1, device=device)
-        return self._device_tokens[first.unsqueeze(-1) + within].long()
+        windows = self._device_tokens.unfold(0, self.context + 1, 1)  # a view: one window for each position
+        first = starts.to(device, non_blocking=True)
+        return windows[first + part.offset if part.offset else first].long()
 
     def teardown(self, stage: str) -> None:
         self._device_tokens = None  # gives the device memory back; a later stage makes it anew

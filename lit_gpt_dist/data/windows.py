@@ -30,10 +30,15 @@ def mix(words: Words) -> Words:
 
 def hash_words(*numbers: int) -> int:
     """One 64-bit word that depends on every number and on their order; negative numbers count modulo 2^64."""
-    word = np.zeros(1, np.uint64)
+    word = 0
     for number in numbers:
-        word = mix(word ^ np.array([(number + _GAMMA) & _MASK], np.uint64))
-    return int(word[0])
+        word ^= (number + _GAMMA) & _MASK
+        word = (
+            (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
+        ) & _MASK  # ``mix``, of one Python number: it takes a tenth as long
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+        word ^= word >> 31
+    return word
 
 
 def random_starts(seed: int, step: int, count: int, positions: int) -> Starts:

@@ -1,8 +1,34 @@
-"""Learning-rate schedules: pure functions of the optimizer step."""
+"""Learning-rate schedules: pure functions of the optimizer step, and what hands them to an optimizer."""
 
 import math
 
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
 from lit_gpt_dist.optim.config import OptimConfig
+
+
+class HostRates(LambdaLR):
+    """``LambdaLR`` that keeps its rates on the host.
+
+    Where an update reads its rate from the device, ``LambdaLR`` writes it there group by group and copies it back: four
+    launches a step. This one writes each tensor once; groups may share one.
+    """
+
+    def step(self, epoch: int | None = None) -> None:
+        if epoch is not None or not isinstance(self.optimizer.param_groups[0]["lr"], Tensor):
+            super().step(epoch)
+            return
+        self._step_count += 1
+        self.last_epoch += 1
+        self._last_lr = [
+            float(base) * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+        written: set[int] = set()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            if id(group["lr"]) not in written:
+                group["lr"].fill_(rate)
+                written.add(id(group["lr"]))
 
 
 def warmup_length(config: OptimConfig, max_steps: int) -> int:

@@ -35,10 +35,11 @@ class StepGraph:
         # thread_local: other threads (pinning, NCCL's watchdog) may call CUDA while this one records
         stream = side_stream(windows.device)
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-            self.loss, self.gradient_norm = step(self.windows)
+            loss, norm = step(self.windows)
+            self.results = torch.stack([loss.double(), norm.double()])
 
     def replay(self, windows: Tensor) -> None:
-        """Takes one optimizer step; ``loss`` and ``gradient_norm`` then hold its results, on the device."""
+        """Takes one optimizer step; ``results`` (2,) then holds its loss and gradient norm, on the device."""
         self.windows.copy_(windows)
         self.graph.replay()
 
@@ -46,12 +47,13 @@ class StepGraph:
 def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
     """Moves what an update reads besides parameters, learning rate and step count, onto the device.
 
-    A recorded kernel keeps the numbers it was given; it reads tensors anew at each replay.
+    A recorded kernel keeps the numbers it was given; it reads tensors anew at each replay. Groups of one rate share its tensor.
     """
+    rates: dict[float, Tensor] = {}
     for group in optimizer.param_groups:
         group["capturable"] = True
-        if not isinstance(group["lr"], Tensor):
-            group["lr"] = torch.tensor(float(group["lr"]), device=device)
+        rate = float(group["lr"])
+        group["lr"] = rates.setdefault(rate, torch.tensor(rate, device=device))
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].to(device)
