@@ -223,6 +223,10 @@ class TrainingCLI(LightningCLI):
         else:
             say_loss(self.trainer, chosen["ckpt_path"])
 
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        own_words = {} if subcommand == "fit" else {"verbose": False}  # ``say_loss`` instead of Lightning's table
+        return super()._prepare_subcommand_kwargs(subcommand) | own_words
+
 
 def loggers(root: Path, name: str, csv: bool) -> list[Logger]:
     """Events for TensorBoard, and the same numbers as ``metrics.csv``."""

@@ -356,7 +356,9 @@ class GPTModule(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         loss = self.validation_loss.compute()  # torchmetrics sums over the ranks
         self.validation_loss.reset()
-        self.log_dict({"val/loss": loss, "val/perplexity": loss.exp()}, logger=False, rank_zero_only=False)
+        # what goes to loggers is what validate() returns; in fit the recorder logs them, at their step
+        logger = False if self.trainer.state.fn == "fit" else None
+        self.log_dict({"val/loss": loss, "val/perplexity": loss.exp()}, logger=logger, rank_zero_only=False)
 
     test_step = validation_step
     on_test_epoch_end = on_validation_epoch_end

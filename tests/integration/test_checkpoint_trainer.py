@@ -1,6 +1,7 @@
 """Checkpoint folders through Lightning's own interfaces, in one process."""
 
 import enum
+import math
 import os
 import signal
 from dataclasses import dataclass
@@ -136,8 +137,11 @@ def test_compilation_and_recomputation_leave_no_trace(whole, text):
 def test_validate_opens_a_checkpoint(whole, text):
     root, _, _ = whole
     trainer, module, data, _ = make(root, text, 1)
-    trainer.validate(module, data, ckpt_path=root / "checkpoints" / "step-00000008", verbose=False)
-    assert trainer.callback_metrics["val/loss"] == find.list_checkpoints(root)[1].manifest.val_loss
+    (found,) = trainer.validate(module, data, ckpt_path=root / "checkpoints" / "step-00000008", verbose=False)
+    loss = find.list_checkpoints(root)[1].manifest.val_loss
+    assert trainer.callback_metrics["val/loss"] == found["val/loss"] == loss
+    assert found["val/perplexity"] == pytest.approx(math.exp(loss))
+    assert trainer.test(module, data, verbose=False) == [found]
 
 
 def test_lightnings_model_checkpoint_works(tmp_path, text):
