@@ -187,7 +187,8 @@ class GPTDataModule(lightning.LightningDataModule):
         assert 0 <= self._data_rank < ranks, f"the strategy names data rank {self._data_rank} of {ranks}"
         micro = self.micro_batch or usual_micro(most_windows(trainer), self.global_batch, self._accumulate, ranks)
         plan = plan_batch(self.global_batch, micro, self._accumulate, ranks)
-        self._source = StepSource(plan, self.draw, self.seed, context, len(self._train), self._data_rank)
+        repeat = steps_to_overfit(trainer)
+        self._source = StepSource(plan, self.draw, self.seed, context, len(self._train), self._data_rank, repeat)
         self._place(trainer.strategy.root_device)
 
     def _context_beside(self, of_model: int | None) -> int:
@@ -319,3 +320,17 @@ def most_windows(trainer: lightning.Trainer) -> int:
     """Windows that a device forwards at once where nobody says: many of a small model's keep it busy."""
     config = getattr(trainer.lightning_module, "config", None)
     return 64 if config is not None and config.parameters() < SMALL_PARAMETERS else 16
+
+
+def steps_to_overfit(trainer: Any) -> int:
+    """The Trainer's ``overfit_batches``; 0: none. A batch of the loader is a step.
+
+    Raises:
+        UserError: a share instead of a number.
+    """
+    batches = trainer.overfit_batches
+    if batches and not isinstance(batches, int):
+        raise UserError(
+            f"overfit_batches {batches}: the data have no end to take a share of; give a whole number of optimizer steps"
+        )
+    return int(batches)

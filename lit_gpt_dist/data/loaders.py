@@ -51,10 +51,12 @@ class StepSource:
     context: int
     length: int  # tokens of the training part
     data_rank: int
+    repeat: int = 0  # steps after which their windows come again, to overfit them; 0: never
 
     def global_starts(self, step: int) -> Starts:
         """The global batch: shape (global_batch,)."""
         count = self.plan.global_batch
+        step = step % self.repeat if self.repeat else step
         if self.draw == "epoch":
             return epoch_starts(self.seed, step, count, (self.length - 1) // self.context, self.context)
         return random_starts(self.seed, step, count, self.length - self.context)

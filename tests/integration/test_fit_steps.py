@@ -133,3 +133,13 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_ranks_on_the_same_cu
     third = on_ranks(4, resumed, long.on("ddp", 4), str(tmp_path))[0]
     assert worst(second, reference[4:8]) <= 1e-12
     assert worst(third, reference[8:]) <= 1e-12
+
+
+def test_overfitting_two_steps_brings_their_loss_to_nearly_nothing_and_is_resumed_exactly(tmp_path: Path) -> None:
+    optim = dict(lr=1e-2, warmup_steps=4, schedule_steps=240)
+    run = replace(ONE, steps=240, global_batch=4, optim=optim, trainer=dict(overfit_batches=2))
+    straight = losses(run)
+    assert max(straight[-2:]) < 0.3, "3.0 where each step has windows of its own"
+    trainer, module, data = build(replace(run, steps=7), CheckpointCallback(), folder=tmp_path)
+    trainer.fit(module, datamodule=data)
+    assert resumed(replace(run, steps=12), str(tmp_path)) == straight[7:12]

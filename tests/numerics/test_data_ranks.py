@@ -104,7 +104,7 @@ def read(rank, corpus, results):
     strategy = SimpleNamespace(root_device=torch.device("cpu"), all_gather=lambda tensor: tensor, data_rank=0, data_ranks=1)
     data = GPTDataModule(corpus, micro_batch=8, seed=rank, workers=2)
     data.trainer = SimpleNamespace(strategy=strategy, lightning_module=SimpleNamespace(context=64), accumulate_grad_batches=1,
-                                   global_rank=rank, world_size=1, global_step=0)
+                                   overfit_batches=0, global_rank=rank, world_size=1, global_step=0)
     before = private_mib("self")
     data.setup("fit")
     batches = iter(data.train_dataloader())

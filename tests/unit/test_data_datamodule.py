@@ -24,6 +24,7 @@ def fake_trainer(accumulate=1, context=16, **strategy):
         strategy=gathers,
         lightning_module=SimpleNamespace(context=context),
         accumulate_grad_batches=accumulate,
+        overfit_batches=0.0,
         global_rank=0,
         world_size=1,
         global_step=0,
@@ -102,6 +103,20 @@ def test_a_batch_read_before_the_checkpoint_told_the_step_is_replaced(text):
     fresh = StepBatch(9, torch.from_numpy(data._source.starts(9).copy()), None)
     got = data.transfer_batch_to_device(stale, CPU, 0)
     assert torch.equal(got, data.transfer_batch_to_device(fresh, CPU, 0))
+
+
+def test_overfitting_takes_the_same_steps_again_wherever_a_run_starts(text):
+    data = set_up(text, overfitted := fake_trainer())
+    first = [data.global_windows(step)[0].tolist() for step in range(3)]
+    overfitted.overfit_batches = 3
+    data.setup("fit")
+    again = [data.global_windows(step)[0].tolist() for step in range(9)]
+    assert again == first * 3
+    overfitted.global_step = 7
+    assert next(iter(data.train_dataloader())).starts.flatten().tolist() == first[1]
+    overfitted.overfit_batches = 0.5
+    with pytest.raises(UserError, match=r"overfit_batches 0.5: .* whole number of optimizer steps"):
+        data.setup("fit")
 
 
 def test_validation_batches_are_windows_of_the_validation_part(text):
