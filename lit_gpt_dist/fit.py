@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -176,6 +176,7 @@ class TrainingCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         options = self.options
+        check_savers(self._get(self.config_init, "trainer"))
         fitting = self.config["subcommand"] == "fit"
         root = Path(options.trainer.default_root_dir)
         name = name_run(root, options.tag or "", options.model.size or "custom") if fitting else None
@@ -226,6 +227,17 @@ class TrainingCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         own_words = {} if subcommand == "fit" else {"verbose": False}  # ``say_loss`` instead of Lightning's table
         return super()._prepare_subcommand_kwargs(subcommand) | own_words
+
+
+def check_savers(trainer: Namespace) -> None:
+    """Lightning would answer that its checkpoints are off, which nobody has asked for."""
+    given = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
+    for saver in given:
+        if isinstance(saver, Checkpoint) and not trainer.enable_checkpointing:
+            raise UserError(
+                f"trainer.callbacks has a {type(saver).__name__}, but --checkpoint saves here; use --checkpoint.every_n_steps, "
+                "keep_last and keep_best, or --trainer.enable_checkpointing true for both"
+            )
 
 
 def loggers(root: Path, name: str, csv: bool) -> list[Logger]:

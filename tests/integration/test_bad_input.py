@@ -56,6 +56,10 @@ OPTIONS = {
     "validation by shares": (["--trainer.val_check_interval", "0.5"], ["val_check_interval 0.5", "whole number"]),
     "no steps between readings": (["--trainer.log_every_n_steps", "0"], ["log_every_n_steps 0"]),
     "a checkpoint every 0 steps": (["--checkpoint.every_n_steps", "0"], ["every_n_steps is 0"]),
+    "Lightning's own saver": (
+        ["--trainer.callbacks+=ModelCheckpoint"],
+        ["ModelCheckpoint", "--checkpoint.every_n_steps", "--trainer.enable_checkpointing true"],
+    ),
     "a negative clip": (["--trainer.gradient_clip_val", "-1"], ["gradient_clip_val -1"]),
     "a seed in words": (["--seed_everything", "lucky"], ["seed_everything lucky", "whole number"]),
     "a negative seed": (["--seed_everything", "-1"], ["seed_everything -1", "4294967295"]),
