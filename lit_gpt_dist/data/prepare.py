@@ -35,6 +35,7 @@ from lit_gpt_dist.data.tokenizers import Vocabulary, fixed_vocabulary, train_bpe
 from lit_gpt_dist.errors import EXIT_OK, UserError
 
 SHARD_TOKENS = 500_000_000  # 1 GB of 16-bit tokens
+SHOWN = 3  # names in a line
 
 
 def main(argv: list[str]) -> int:
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     out = Path(options.out).expanduser()
     _check_out(out, options.overwrite)
-    files = _input_files(options.input, out)
+    files, skipped = _input_files(options.input, out)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"  # beside it: a rename works only within a file system
     try:
         _make_folder(partial)
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    _report(facts, out)
+    _report(facts, skipped, out)
     return EXIT_OK
 
 
@@ -80,18 +81,26 @@ def _check_out(out: Path, overwrite: bool) -> None:
         raise UserError(f"{out} exists and is not a prepared corpus; give another --out or remove it yourself")
 
 
-def _input_files(inputs: list[str], out: Path) -> list[Path]:
+def _input_files(inputs: list[str], out: Path) -> tuple[list[Path], dict[str, list[Path]]]:
+    """The files to read, and those left out, by why."""
     files: list[Path] = []
+    left_out: dict[Path, str] = {}
     seen: set[Path] = set()
     for path in inputs:
         if (Path(path).expanduser() / CORPUS_FILE).is_file():
             raise UserError(f"{path} is a prepared corpus, not text; give the text it was made from")
-        files += [file for file in find_text(path).files if file.resolve() not in seen]
+        text = find_text(path)
+        left_out |= text.skipped
+        files += [file for file in text.files if file.resolve() not in seen]
         seen |= {file.resolve() for file in files}  # inputs may overlap; a text counted twice would be validated on too
     for file in files:
         if file.resolve().is_relative_to(out.resolve()):
             raise UserError(f"input {file} lies inside --out {out}, which would be replaced; give another --out")
-    return files
+    skipped: dict[str, list[Path]] = {}
+    for file, why in left_out.items():
+        if file.resolve() not in seen:  # else another input named it
+            skipped.setdefault(why, []).append(file)
+    return files, skipped
 
 
 def _make_folder(folder: Path) -> None:
@@ -206,10 +215,14 @@ def _put_in_place(partial: Path, out: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _report(facts: dict[str, Any], out: Path) -> None:
+def _report(facts: dict[str, Any], skipped: dict[str, list[Path]], out: Path) -> None:
     console = Console(highlight=False, soft_wrap=True)
     kind = f"{facts['vocabulary_kind']} vocabulary of {facts['vocabulary_size']:,}"
     console.print(f"{facts['tokens']:,} tokens, {kind}, {len(facts['shards'])} shard(s) in {out}", markup=False)
+    for why, paths in skipped.items():
+        few = ", ".join(os.fsencode(path).decode(errors="replace") for path in paths[:SHOWN])
+        more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+        console.print(f"skipped {len(paths)} {why}: {few}{more}", markup=False)
     if dropped := facts["dropped_characters"]:
         often = ", ".join(f"{character!r} × {count:,}" for character, count in list(dropped.items())[:5])
         total = f"{sum(dropped.values()):,} characters of {len(dropped)} kinds"

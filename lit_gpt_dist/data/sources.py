@@ -5,7 +5,7 @@ import glob
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lit_gpt_dist.errors import UserError
@@ -24,10 +24,11 @@ PIECE_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The files that make a corpus, in the order in which they are read."""
+    """The files that make a corpus, in the order in which they are read, and what of a folder was left out and why."""
 
     name: str
     files: tuple[Path, ...]
+    skipped: dict[Path, str] = field(default_factory=dict)
 
 
 def find_text(path: str | None) -> TextFiles:
@@ -44,12 +45,13 @@ def find_text(path: str | None) -> TextFiles:
     if expanded.is_file():
         return TextFiles(expanded.name, (expanded,))
     if expanded.is_dir():
-        files = sorted(f for f in _below(expanded) if f.suffix.lower() in TEXT_SUFFIXES)
+        found = dict(sorted(_below(expanded)))
+        files = tuple(path for path, why in found.items() if not why)
         if not files:
             raise UserError(
                 f"folder {path} holds no text files (*.txt, *.md, *.py, …); name the files by a glob such as '{path}/**/*'"
             )
-        return TextFiles(expanded.resolve().name, tuple(files))
+        return TextFiles(expanded.resolve().name, files, {path: why for path, why in found.items() if why})
     matches = sorted(Path(m) for m in glob.glob(str(expanded), recursive=True) if os.path.isfile(m))
     if not matches:
         raise UserError(
@@ -116,7 +118,22 @@ def _library_sources() -> list[Path]:
     return sorted((f for f in found if not f.name.startswith("_sysconfigdata")), key=lambda f: f.as_posix())
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _below(folder: Path) -> Iterator[tuple[Path, str]]:
+    """All files below, each with why it is skipped, or nothing; a folder that is not entered stands for all in it."""
     for base, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(base, name) for name in names if not name.startswith("."))
+        shut = {name: why for name in folders if (why := _why_not_entered(Path(base, name)))}
+        folders[:] = [name for name in folders if name not in shut]
+        yield from ((Path(base, name), why) for name, why in shut.items())
+        yield from ((path, _why_not_read(path)) for path in (Path(base, name) for name in names))
+
+
+def _why_not_entered(folder: Path) -> str:
+    if folder.name.startswith("."):
+        return "hidden"
+    return "linked to a folder" if folder.is_symlink() else ""
+
+
+def _why_not_read(file: Path) -> str:
+    if file.name.startswith("."):
+        return "hidden"
+    return "" if file.suffix.lower() in TEXT_SUFFIXES else "not named like text (*.txt, *.md, *.py, …)"

@@ -73,6 +73,25 @@ def test_several_inputs_are_joined_and_a_file_is_taken_once(text, tmp_path):
     assert corpus.vocabulary.decode(corpus.tokens.to_numpy()) == TEXT + "\n" + TEXT[::-1]
 
 
+def test_what_is_skipped_of_a_folder_is_told_with_how_many_which_and_why(text, tmp_path, capsys):
+    folder = tmp_path / "texts"
+    (folder / ".git").mkdir(parents=True)
+    shutil.copy(text, folder)
+    for name in ("a.bin", "b.log", "c", "d.dat", "e.raw", ".git/config", ".git/notes.txt"):
+        (folder / name).write_text("more")
+    (folder / "linked").symlink_to(tmp_path, target_is_directory=True)
+    assert main([str(folder), str(folder / "e.raw"), "--out", str(tmp_path / "out")]) == 0
+    output = capsys.readouterr().out
+    few = ", ".join(str(folder / name) for name in ("a.bin", "b.log", "c"))
+    assert f"skipped 4 not named like text (*.txt, *.md, *.py, …): {few} and 1 more\n" in output
+    assert f"skipped 1 hidden: {folder / '.git'}\n" in output
+    assert f"skipped 1 linked to a folder: {folder / 'linked'}\n" in output
+    corpus = load_corpus(str(tmp_path / "out"))
+    assert corpus.vocabulary.decode(corpus.tokens.to_numpy()) == TEXT + "\nmore"
+    prepare(text, tmp_path / "whole")
+    assert "\nskipped" not in capsys.readouterr().out
+
+
 def test_an_existing_folder_is_refused_and_left_alone(text, tmp_path):
     before = prepare(text, tmp_path / "out").digest
     with pytest.raises(UserError, match="exists already; give another --out, or --overwrite"):
