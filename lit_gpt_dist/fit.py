@@ -34,6 +34,7 @@ from lit_gpt_dist.checkpoint import find
 from lit_gpt_dist.checks import check_options, check_seed, writable
 from lit_gpt_dist.data.datamodule import GPTDataModule
 from lit_gpt_dist.errors import EXIT_OK, UserError
+from lit_gpt_dist.help import FULL, FullHelp
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import OptimConfig
 from lit_gpt_dist.parsing import Parser
@@ -108,6 +109,7 @@ class TrainingCLI(LightningCLI):
         return {name: kept[name] | {"weights_only", "verbose"} for name in ("fit", "validate", "test")}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(FULL, action=FullHelp, help="Show every option and exit.")
         parser.add_class_arguments(OptimConfig, "optim")
         parser.link_arguments("optim", "model.optim", apply_on="instantiate")
         parser.link_arguments("seed_everything", "model.seed")

@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.help import FULL, first_screen
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true")
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
@@ -19,6 +20,13 @@ class Parser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
+
+    def format_help(self, *formatter: Any) -> str:
+        """Short where there is an option for the whole: jsonargparse also makes parsers of this class for single classes."""
+        return first_screen(self, self.prog.split()[-1]) if FULL[2:] in known_options(self) else self.full_help()
+
+    def full_help(self) -> str:
+        return super().format_help()
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         raise UserError(readable(message, known_options(self)))
@@ -119,7 +127,7 @@ def unknown_option(option: str, known: dict[str, Any]) -> str:
         or leaves
         or difflib.get_close_matches(name, inside or list(known), n=1, cutoff=0.7 if inside else 0.6)
     )
-    remedy = f"did you mean --{near[0]}?" if near else "`lit-gpt-dist fit --help` lists them"
+    remedy = f"did you mean --{near[0]}?" if near else f"`lit-gpt-dist fit {FULL}` lists them"
     return f"unknown option {option.split('=')[0]}; {remedy}"
 
 

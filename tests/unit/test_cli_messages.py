@@ -11,6 +11,7 @@ from helpers.commands import here
 from lit_gpt_dist import __version__
 from lit_gpt_dist.cli import COMMANDS, guarded
 from lit_gpt_dist.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from lit_gpt_dist.help import COMMON
 from lit_gpt_dist.parsing import describe, unknown_option, wrong_value
 
 KNOWN = dict.fromkeys(["model.size", "model.kv_heads", "trainer.max_steps", "trainer.max_time", "optim.lr", "tag"])
@@ -25,6 +26,19 @@ def test_overview_names_every_command_and_version_is_the_packages() -> None:
     assert all(f"  {name} " in here("--help").out for name in COMMANDS)
     assert here().out == here("--help").out
     assert here("--version").out.strip() == f"lit-gpt-dist {__version__}"
+
+
+def test_help_is_one_screen_of_common_options_and_names_the_way_to_all(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    common, every = here("fit", "--help").out, here("fit", "--help.all").out
+    assert len(common.splitlines()) < 40
+    assert "--help.all shows every option" in common
+    assert "folder of results, checkpoints and runs (default: logs)" in common
+    options = [f"--{name}" for group in COMMON.values() for name in group]
+    assert [option for option in options if option not in common or f"{option} " not in every] == []
+    assert "--monitor.spike_factor" in every
+    assert "--trainer.max_steps" not in here("validate", "--help").out
+    assert "bucket_cap_mb" in here("fit", "--trainer.strategy.help", "DDP").out
 
 
 def test_tools_start_without_torch() -> None:
@@ -68,7 +82,9 @@ def test_a_misspelt_option_is_answered_with_the_one_meant(given: str, meant: str
 
 
 def test_an_option_like_no_other_is_answered_with_where_they_are_listed() -> None:
-    assert unknown_option("--frobnicate", KNOWN) == "unknown option --frobnicate; `lit-gpt-dist fit --help` lists them"
+    assert (
+        unknown_option("--frobnicate", KNOWN) == "unknown option --frobnicate; `lit-gpt-dist fit --help.all` lists them"
+    )
 
 
 def test_types_are_told_in_a_persons_words() -> None:
