@@ -211,20 +211,20 @@ class TrainingCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         """Lightning's own, with ``last`` resolved, and one line before and a summary after ``fit``."""
         root = Path(self.trainer.default_root_dir)
-        chosen = self.config_init[subcommand]
-        if chosen.get("ckpt_path"):
-            chosen["ckpt_path"] = self.options.ckpt_path = find.resolve(chosen["ckpt_path"], root)
+        chosen, tag = self.config_init[subcommand], self.options.tag
+        asked = chosen.get("ckpt_path")
+        if asked:
+            chosen["ckpt_path"] = self.options.ckpt_path = find.resolve(asked, root, tag)
             if subcommand == "fit" and chosen["ckpt_path"] is None and global_rank() == 0 and not self.options.quiet:
-                print(f"no checkpoint in {root} yet: starting from step 0")
+                print(f"{find.none_yet(root, tag)}: starting from step 0")
         if subcommand != "fit" and not chosen.get("ckpt_path"):
-            raise UserError(
-                f"{subcommand} needs weights, and {root} has none; give --ckpt_path last or --ckpt_path PATH"
-            )
+            why = f", and there is {find.none_yet(root, tag)}" if asked else ""
+            raise UserError(f"{subcommand} needs weights{why}; give --ckpt_path last or --ckpt_path PATH")
         super()._run_subcommand(subcommand)
         if subcommand == "fit":
             finish(self.trainer, self.options)
         else:
-            say_loss(self.trainer, chosen["ckpt_path"])
+            say_loss(self.trainer)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         own_words = {} if subcommand == "fit" else {"verbose": False}  # ``say_loss`` instead of Lightning's table

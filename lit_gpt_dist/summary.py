@@ -94,13 +94,12 @@ def finish(trainer: Any, options: Any) -> None:
         console.print(f"  {command}", soft_wrap=True)
 
 
-def say_loss(trainer: Any, weights: str) -> None:
+def say_loss(trainer: Any) -> None:
     """After ``validate`` and ``test``: the one figure that was asked for, as it can be read by a script too."""
     if trainer.is_global_zero:
         loss, perplexity = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "perplexity"))
-        print(
-            f"loss {loss:.4f} nats per token, perplexity {perplexity:.3f}: {weights} on {trainer.datamodule.corpus.name}"
-        )
+        weights, corpus = trainer.strategy.loaded_from, trainer.datamodule.corpus.name
+        print(f"loss {loss:.4f} nats per token, perplexity {perplexity:.3f}: {weights} on {corpus}")
 
 
 def next_commands(trainer: Any, weights: Path | None) -> list[str]:

@@ -86,7 +86,11 @@ class CheckpointCallback(Callback):
             layout.sweep_temporary(folder, run_id)
             others = [f for f in find.list_checkpoints(folder) if f.manifest and f.manifest.run_id != run_id]
             if others:
-                print(f"warning: {folder} holds checkpoints of another run, which are left alone", file=sys.stderr)
+                print(
+                    f"warning: {folder} holds checkpoints of another run, which are left alone; with a --tag each, "
+                    "--ckpt_path last keeps to its own",
+                    file=sys.stderr,
+                )
         self._started, self._first_step = time.perf_counter(), trainer.global_step
 
     def on_train_batch_end(

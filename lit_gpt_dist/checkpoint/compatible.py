@@ -1,8 +1,9 @@
 """Whether a checkpoint fits the run that wants it, before anything is changed. Compares; loads nothing.
 
 What a run is, in a checkpoint's ``state.json``: ``model`` (the GPT's configuration), ``vocabulary`` (its digest, size, kind
-and whole JSON document), ``corpus`` (its digest) and ``run`` (the configuration as YAML text). Each is taken from where it
-is: the GPT, the data module, the callback that saves the configuration; what is not there is left out.
+and whole JSON document), ``corpus`` (its digest), ``run`` (the configuration as YAML text) and ``tag`` (the one given, or
+null). Each is taken from where it is: the GPT, the data module, the callback that saves the configuration; what is not there
+is left out.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lit_gpt_dist.checkpoint import find
 from lit_gpt_dist.checkpoint.tensors import MODEL, OTHER, module_tensors
 from lit_gpt_dist.errors import UserError
 
@@ -38,7 +40,21 @@ def facts_of(trainer: pl.Trainer) -> dict[str, Any]:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if hasattr(callback, "parser") and hasattr(callback, "config"):
             facts["run"] = callback.parser.dump(callback.config, skip_none=False)
+            facts |= {"tag": callback.config.tag} if "tag" in callback.config else {}
     return facts
+
+
+def sieves_of(trainer: pl.Trainer) -> find.Sieves:
+    """What ``last`` passes over: checkpoints of another tag than this run's, where it has one, and of another model."""
+    facts = facts_of(trainer)
+    tag = {"another tag": find.of_tag(facts["tag"])} if facts.get("tag") else {}
+    mine = _what_weights_mean(facts)
+    return tag | {"another model or vocabulary": lambda document: not document or _what_weights_mean(document) == mine}
+
+
+def _what_weights_mean(facts: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    shape = {name: value for name, value in facts.get("model", {}).items() if name != "dropout"}
+    return shape, facts.get("vocabulary", {}).get("digest")
 
 
 def check(

@@ -1,9 +1,12 @@
 """Finds checkpoints, tells whole ones from damaged ones, and picks the newest whole one. Reads files; loads no tensors."""
 
 import zlib
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from lit_gpt_dist.checkpoint import format as layout
 from lit_gpt_dist.checkpoint.format import DamagedError, Manifest
@@ -11,6 +14,8 @@ from lit_gpt_dist.errors import UserError
 
 CHUNK_BYTES = 1 << 22
 VERIFY_THREADS = 8  # checksums and reads release the interpreter's lock
+Document = dict[str, Any]  # of ``state.json``; empty where it cannot be read
+Sieves = Mapping[str, Callable[[Document], bool]]  # what is kept out: which documents are not
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,13 @@ class Found:
         """Newest last: by the time of the commit; one whose manifest is unreadable by the folder's."""
         time = self.manifest.committed_at if self.manifest else self.path.stat().st_mtime
         return time, self.path.name
+
+    @cached_property
+    def document(self) -> Document:
+        try:
+            return layout.read_json(self.path / layout.STATE_FILE)
+        except DamagedError:
+            return {}
 
 
 def folder_of(root: Path) -> Path:
@@ -78,19 +90,39 @@ def _problem(path: Path, bytes: int, crc32: int) -> str | None:
     return None if crc == crc32 else f"{path.name} has changed since it was written (checksum)"
 
 
-def newest_good(root: Path) -> tuple[Path, list[str]]:
-    """The newest checkpoint of a run that is whole, and a line for each newer one that is not.
+def of_tag(tag: str) -> Callable[[Document], bool]:
+    """Which documents are of a run with this tag; one that says nothing of tags may be."""
+    return lambda document: document.get("tag", tag) == tag
+
+
+def of_run(found: list[Found], sieves: Sieves) -> tuple[list[Found], list[str]]:
+    """What all sieves let through, and a line where the newest is not among it. A sieve that would leave nothing is not used:
+    what is loaded then is refused with what differs."""
+    newest = found[-1:]
+    lines: list[str] = []
+    for name, keeps in sieves.items():
+        kept = [one for one in found if keeps(one.document)] or found
+        if not lines and newest != kept[-1:]:
+            path = newest[0].path
+            lines.append(f"{path} is newer, but of {name} (--ckpt_path {path} takes it)")
+        found = kept
+    return found, lines
+
+
+def newest_good(root: Path, sieves: Sieves | None = None) -> tuple[Path, list[str]]:
+    """The newest checkpoint of a run that is whole, and a line for newer ones that are damaged or of another run.
 
     Raises:
         UserError: there is none.
     """
+    candidates, others = of_run(list_checkpoints(root), sieves or {})
     damaged: list[str] = []
-    for found in reversed(list_checkpoints(root)):
+    for found in reversed(candidates):
         problem = found.problem
         if not problem:
             try:
                 verify(found.path)
-                return found.path, damaged
+                return found.path, others + damaged
             except DamagedError as error:
                 problem = str(error)
         damaged.append(f"{found.path} is damaged: {problem}")
@@ -99,17 +131,19 @@ def newest_good(root: Path) -> tuple[Path, list[str]]:
     raise UserError(f"{folder_of(root)} holds no checkpoint; start without --ckpt_path, or give another path")
 
 
-def resolve(value: str | Path, root: Path) -> str | None:
+def resolve(value: str | Path, root: Path, tag: str | None = None) -> str | None:
     """What ``--ckpt_path VALUE`` means for a run whose root is ``root``: a path for ``Trainer.fit``, or None.
 
-    ``last`` is None where no checkpoint was committed yet, so that a job can always be started with it; otherwise it is
-    ``root/checkpoints/last``, and which folder that means is decided, verified and told when it is loaded.
+    ``last`` is None where no checkpoint (of the tag, where there is one) was committed yet, so that a job can always be
+    started with it; otherwise it is ``root/checkpoints/last``, and which folder that means is decided, verified and told when
+    it is loaded.
 
     Raises:
         UserError: a path that does not exist.
     """
     if str(value) == layout.LAST:
-        return str(folder_of(root) / layout.LAST) if list_checkpoints(root) else None
+        own = [found for found in list_checkpoints(root) if tag is None or of_tag(tag)(found.document)]
+        return str(folder_of(root) / layout.LAST) if own else None
     path = Path(value)
     if path.is_dir() and not (path / layout.MANIFEST_FILE).exists() and list_checkpoints(path):
         return str(folder_of(path) / layout.LAST)
@@ -118,14 +152,23 @@ def resolve(value: str | Path, root: Path) -> str | None:
     return str(path)
 
 
-def choose(path: Path) -> tuple[Path, list[str]]:
-    """The verified checkpoint that ``path`` means, and warnings. ``…/last`` is the newest whole one of its folder.
+def none_yet(root: Path, tag: str | None) -> str:
+    """Why ``last`` is nothing: a line's beginning, and the newest of other tags where there is one."""
+    others = list_checkpoints(root)
+    if not others:
+        return f"no checkpoint in {root} yet"
+    return f"no checkpoint of tag {tag} in {root} yet (--ckpt_path {others[-1].path} is the newest of another)"
+
+
+def choose(path: Path, sieves: Sieves | None = None) -> tuple[Path, list[str]]:
+    """The verified checkpoint that ``path`` means, and warnings. ``…/last`` is the newest whole one of its folder that the
+    sieves let through.
 
     Raises:
         UserError: the path is no checkpoint, or a damaged one; the newest whole one is offered.
     """
     if path.name == layout.LAST:
-        return newest_good(path.parent)
+        return newest_good(path.parent, sieves)
     if not path.exists():
         raise UserError(f"checkpoint {path} does not exist; {offer(path.parent)}")
     if path.is_file():

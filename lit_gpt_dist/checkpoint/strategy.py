@@ -57,6 +57,7 @@ class FolderCheckpoints(Strategy):
     _saver: Saver | None = None
     _run_id: str | None = None
     _rng_to_restore: dict[str, Tensor] | None = None
+    loaded_from: Path | None = None  # the folder that was loaded, also where ``last`` was asked for
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -165,13 +166,15 @@ class FolderCheckpoints(Strategy):
         """
         ranks = self.saver.ranks
         self.saver.wait()
-        folder, damaged = ranks.from_first(lambda: find.choose(Path(checkpoint_path)))
-        if self.is_global_zero:
-            for line in damaged:
-                print(f"warning: {line}; {folder} is taken instead", file=sys.stderr)
-        opened = _open(folder)
         module = self.lightning_module
         assert module is not None
+        sieves = compatible.sieves_of(module.trainer)
+        folder, passed_over = ranks.from_first(lambda: find.choose(Path(checkpoint_path), sieves))
+        if self.is_global_zero:
+            for line in passed_over:
+                print(f"warning: {line}; {folder} is taken instead", file=sys.stderr)
+        self.loaded_from = folder
+        opened = _open(folder)
         document = opened.document
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         compatible.check(document, opened.metadata.state_dict_metadata, module.trainer, folder, fitting)

@@ -36,6 +36,28 @@ def test_saved_configuration_goes_on_from_another_folder_and_names_the_run(
     assert not list((tmp_path / "elsewhere").iterdir()), "nothing is left where the command was typed"
 
 
+def test_two_experiments_in_one_folder_each_go_on_from_their_own_checkpoint(text: Path, tmp_path: Path) -> None:
+    common = ["fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(tmp_path)]
+    on = [*common, "--ckpt_path", "last", "--trainer.max_steps", "6"]
+    assert "starting from step 0" in here(*common, "--tag", "a", "--ckpt_path", "last").out
+    begun = here(*common, "--tag", "b", "--ckpt_path", "last", "--trainer.max_steps", "5")
+    assert f"no checkpoint of tag b in {tmp_path} yet (--ckpt_path {tmp_path}/checkpoints/step-00000004" in begun.out
+    assert here(*common, "--model.width", "32", "--trainer.max_steps", "3").code == 0
+    newest = tmp_path / "checkpoints" / "step-00000003"
+
+    ours = here(*on, "--tag", "a")
+    assert f"2 steps from step 4 of {tmp_path}/a" in ours.out, ours.text
+    assert f"{newest} is newer, but of another tag (--ckpt_path {newest} takes it)" in ours.err
+    wide = here(*on, "--trainer.max_steps", "8")
+    assert f"2 steps from step 6 of {tmp_path}/a-2" in wide.out, wide.text
+    narrow = here(*on, "--model.width", "32")
+    assert f"{tmp_path}/checkpoints/step-00000008 is newer, but of another model" in narrow.err, narrow.text
+    assert [line["start"] for line in results(tmp_path)] == [0, 0, 0, 4, 6, 3]
+    measured = here("validate", *common[1:], "--ckpt_path", "last", "--tag", "b")
+    assert f"{tmp_path}/checkpoints/step-00000005 on" in measured.out, measured.text
+    assert here("validate", *common[1:], "--ckpt_path", "last", "--tag", "c").code == 2
+
+
 def test_windows_shorter_than_the_models_context_are_counted_as_they_are(text: Path, tmp_path: Path) -> None:
     common = ["fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(tmp_path)]
     ended = here(*common, "--data.context", "16", "--data.global_batch", "8")

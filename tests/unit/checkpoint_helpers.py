@@ -27,7 +27,9 @@ def small_gpt(seed: int = 1, **shape) -> GPT:
     return model.eval()
 
 
-def write_checkpoint(root: Path, step: int, run_id: str = "a" * 32, model: GPT | None = None, val_loss=None) -> Path:
+def write_checkpoint(
+    root: Path, step: int, run_id: str = "a" * 32, model: GPT | None = None, val_loss=None, **facts
+) -> Path:
     model = model or small_gpt()
     document = {
         "format": layout.FORMAT,
@@ -35,6 +37,7 @@ def write_checkpoint(root: Path, step: int, run_id: str = "a" * 32, model: GPT |
         "model": model.config.to_dict(),
         "vocabulary": {"document": json.dumps(VOCABULARY), "digest": "d", "size": 256, "kind": "byte"},
         "lightning": {"global_step": step},
+        **facts,
     }
     committed: list[Path] = []
     job = Job(

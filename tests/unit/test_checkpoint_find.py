@@ -80,6 +80,33 @@ def test_last_is_none_before_the_first_checkpoint_and_an_error_when_none_is_whol
         find.choose(tmp_path / "checkpoints" / "last")
 
 
+def test_last_keeps_to_the_runs_of_a_tag_and_names_the_newer_one_it_passes_over(tmp_path):
+    ours = write_checkpoint(tmp_path, 10, tag="a")
+    theirs = write_checkpoint(tmp_path, 20, run_id=OTHER_RUN, tag="b")
+    path, (line,) = find.choose(tmp_path / "checkpoints" / "last", {"another tag": find.of_tag("a")})
+    assert path == ours
+    assert line == f"{theirs} is newer, but of another tag (--ckpt_path {theirs} takes it)"
+    assert find.choose(tmp_path / "checkpoints" / "last", {"another tag": find.of_tag("b")}) == (theirs, [])
+    assert find.choose(tmp_path / "checkpoints" / "last") == (theirs, [])
+    assert find.resolve("last", tmp_path, "c") is None
+    assert f"no checkpoint of tag c in {tmp_path} yet (--ckpt_path {theirs}" in find.none_yet(tmp_path, "c")
+    part_of(ours).unlink()
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):  # not another run's instead
+        find.choose(tmp_path / "checkpoints" / "last", {"another tag": find.of_tag("a")})
+
+
+def test_a_checkpoint_that_does_not_tell_its_tag_may_be_anyones(tmp_path):
+    unknown = write_checkpoint(tmp_path, 10)
+    assert find.resolve("last", tmp_path, "a") == str(tmp_path / "checkpoints" / "last")
+    assert find.choose(tmp_path / "checkpoints" / "last", {"another tag": find.of_tag("a")}) == (unknown, [])
+
+
+def test_where_nothing_fits_the_newest_is_taken_to_be_refused_by_name(tmp_path):
+    write_checkpoint(tmp_path, 10)
+    newest = write_checkpoint(tmp_path, 20)
+    assert find.newest_good(tmp_path, {"another model": lambda document: False}) == (newest, [])
+
+
 def test_a_wrong_path_offers_the_newest_whole_one(tmp_path):
     folder = write_checkpoint(tmp_path, 10)
     with pytest.raises(UserError, match=f"does not exist; the newest whole one is {folder}"):
