@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -161,15 +162,22 @@ def shared_out(folder: Path) -> dict:
 
 
 def agreement(folder: Path) -> dict:
-    """Three ranks, one of which wants something at its fourth step."""
+    """Three ranks, one of which wants something from its fourth step on: with slow steps, then with fast ones."""
 
     def body(rank: int) -> None:
-        talk = Agreement()
-        heard = [talk.exchange(2 if rank == 1 and step == 3 else 0) for step in range(6)] + [talk.finish()]
+        heard = []
+        for seconds, steps in ((0.02, 6), (0.0, 40)):
+            talk = Agreement()
+            answers = []
+            for step in range(steps):
+                time.sleep(seconds)
+                answers.append(talk.exchange(2 if rank == 1 and step >= 3 else 0))
+            heard.append([*answers, talk.finish()])
         (folder / f"heard-{rank}").write_text(json.dumps(heard))
 
     codes = in_ranks(3, body)
-    return {"codes": codes, "heard": [json.loads((folder / f"heard-{rank}").read_text()) for rank in range(3)]}
+    heard = [json.loads((folder / f"heard-{rank}").read_text()) for rank in range(3)]
+    return {"codes": codes, "slow": [of_rank[0] for of_rank in heard], "fast": [of_rank[1] for of_rank in heard]}
 
 
 if __name__ == "__main__":

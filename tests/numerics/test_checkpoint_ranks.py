@@ -69,4 +69,8 @@ def test_replicas_write_each_tensor_once_and_share_the_bytes(tmp_path):
 def test_all_ranks_hear_the_same_one_step_later(tmp_path):
     outcome = run("agreement", tmp_path)
     assert outcome["codes"] == [0, 0, 0]
-    assert outcome["heard"] == [[0, 0, 0, 0, 2, 0, 0]] * 3
+    assert outcome["slow"] == [[0, 0, 0, 0, 2, 2, 2]] * 3
+    first, *others = outcome["fast"]
+    assert others == [first, first], "all ranks hear the same at the same step"
+    assert 2 in first[4:36]
+    assert 2 not in first[:4]

@@ -43,6 +43,7 @@ class Seen:
     ends: list[int] = field(default_factory=list)
     validations: list[int] = field(default_factory=list)
     part_by_part: int = 0
+    timed: int = 0  # steps that the speed is computed from
 
 
 class Hooks(pl.Callback):
@@ -78,6 +79,7 @@ def trained(
         recorder, hooks = StepRecorder(), Hooks(wants_parts)
         trainer, module, data = build(run, recorder, hooks, CheckpointCallback(every_n_steps=20), folder=folder)
         trainer.fit(module, datamodule=data, ckpt_path=resume)
+        hooks.seen.timed = recorder.timed_steps
     return recorder.losses, full_parameters(module), hooks.seen, float(trainer.callback_metrics["val/loss"])
 
 
@@ -98,6 +100,8 @@ def test_recorded_steps_are_the_same_steps_with_hooks_at_both_ends_only(
     assert all(torch.equal(weights[name], recorded_weights[name]) for name in weights)
     assert hooks.part_by_part == 24
     assert seen.part_by_part == warmup, "the steps before the recording"
+    assert hooks.timed == 24 - 24 // 5
+    assert seen.timed == 24 - max(24 // 5, warmup + 1), "recording takes long, and is no training"
     assert seen.starts == hooks.starts == list(range(24))
     assert seen.ends == hooks.ends == list(range(1, 25))
     assert seen.validations == hooks.validations == [8, 16, 24]

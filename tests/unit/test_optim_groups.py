@@ -10,7 +10,8 @@ from lit_gpt_dist.model.config import GPTConfig
 from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.optim.config import OptimConfig
 from lit_gpt_dist.optim.groups import make_adamw
-from lit_gpt_dist.optim.schedules import lr_factor, warmup_length
+from lit_gpt_dist.optim.schedules import HostRates, lr_factor, warmup_length
+from lit_gpt_dist.parallel.graph import make_capturable
 
 STEPS = 1000
 
@@ -88,3 +89,26 @@ def test_warm_up_is_long_by_default_and_at_most_half_of_the_run() -> None:
 def test_options_that_cannot_be_are_refused(options: dict) -> None:
     with pytest.raises(UserError, match=next(iter(options))):
         OptimConfig(**options)
+
+
+def test_rates_on_the_device_are_those_of_the_host_and_written_once_for_both_groups() -> None:
+    device = torch.device("cpu")
+    pairs = []
+    for recorded in (False, True):
+        optimizer = make_adamw(GPT(GPTConfig()), 1e-3, OptimConfig(), fused=None, device=device)
+        schedule = HostRates(optimizer, lambda step: lr_factor(step, OptimConfig(), STEPS))
+        if recorded:
+            make_capturable(optimizer, device)
+        pairs.append((optimizer, schedule))
+    (plain, plain_schedule), (optimizer, schedule) = pairs
+    first, second = (group["lr"] for group in optimizer.param_groups)
+    assert first is second
+    for _ in range(150):  # through the warm-up and into the decay
+        plain_schedule.step()
+        schedule.step()
+        assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx(
+            [group["lr"] for group in plain.param_groups], rel=1e-6
+        )
+    assert schedule.get_last_lr() == plain_schedule.get_last_lr()
+    assert schedule.state_dict()["last_epoch"] == plain_schedule.state_dict()["last_epoch"] == 150
+    assert optimizer.param_groups[0]["lr"] is first, "a recorded update reads the tensor it was recorded with"
