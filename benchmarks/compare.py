@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.fabric_loop import FabricLoop, make_fabric
 from benchmarks.job import Job, job_of
 from benchmarks.plain_loop import PlainLoop
-from benchmarks.rounds import BARE, COMPILED, EAGER, FABRIC, TRAINER, BareStep, Contender, Rounds, Timing
+from benchmarks.rounds import BARE, COMPILED, EAGER, FABRIC, TRAINER, BareStep, Contender, Rounds, Timing, first_extra
 from lit_gpt_dist.arguments import ToolParser
 from lit_gpt_dist.callbacks.device import device_name
 from lit_gpt_dist.callbacks.progress import StepBar
@@ -91,7 +91,7 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def fit_arguments(options: Namespace, root: str) -> list[str]:
-    steps = options.steps * (options.rounds + 1)
+    steps = options.steps * (options.rounds + 1) + first_extra(options.steps)
     arguments: dict[str, Any] = {
         "tag": "compare",
         "model.size": options.size,

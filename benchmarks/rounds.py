@@ -47,6 +47,15 @@ class BareStep:
             self.step += 1
 
 
+def first_extra(steps: int) -> int:
+    """Steps by which the first round of ``steps`` is longer.
+
+    Rounds then do not end where a reading has just begun: a reading ends some steps later, and stopping between the two would
+    make the round wait for all of it, which a run does not.
+    """
+    return min(11, steps // 2)
+
+
 @dataclass
 class Timing:
     """One contender's rounds, the first left out: it compiles, records and warms up."""
@@ -102,14 +111,16 @@ class Rounds(pl.Callback):
         self.watch.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step % self.steps:
+        beyond = trainer.global_step - first_extra(self.steps)
+        if beyond <= 0 or beyond % self.steps:
             return
+        steps = self.steps if self.done else trainer.global_step
         with not_training(trainer, "contenders"):
             self._note(TRAINER, *self.watch.stop(), module.step_loss)
             names = list(self.contenders)
             for name in names if self.done % 2 else reversed(names):
                 self.watch.start()
-                self.contenders[name].run(self.steps)
+                self.contenders[name].run(steps)
                 self._note(name, *self.watch.stop(), self.contenders[name].loss)
             self._tell()
             self.done += 1

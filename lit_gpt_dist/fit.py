@@ -18,7 +18,6 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
@@ -35,6 +34,7 @@ from lit_gpt_dist.checks import check_options, check_seed, writable
 from lit_gpt_dist.data.datamodule import GPTDataModule
 from lit_gpt_dist.errors import EXIT_OK, UserError
 from lit_gpt_dist.help import FULL, FullHelp
+from lit_gpt_dist.loggers import loggers
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import OptimConfig
 from lit_gpt_dist.parsing import Parser
@@ -240,12 +240,6 @@ def check_savers(trainer: Namespace) -> None:
                 f"trainer.callbacks has a {type(saver).__name__}, but --checkpoint saves here; use --checkpoint.every_n_steps, "
                 "keep_last and keep_best, or --trainer.enable_checkpointing true for both"
             )
-
-
-def loggers(root: Path, name: str, csv: bool) -> list[Logger]:
-    """Events for TensorBoard, and the same numbers as ``metrics.csv``."""
-    events = TensorBoardLogger(root, name="", version=name)
-    return [events, *([CSVLogger(root, name="", version=name, flush_logs_every_n_steps=1)] if csv else [])]
 
 
 def limit_device_memory() -> None:

@@ -38,15 +38,25 @@ class LearningPart:
         if self._measured_at is not None and 0 < step - self._measured_at < STEPS_BETWEEN:
             return [0.0, 0.0]
         self._measured_at = step
-        sums = torch.zeros(2, device=module.device)
-        for group, rate in zip(optimizer.param_groups, rates_of_last_step(trainer), strict=True):
-            for copies, parameters in chunks(group["params"], optimizer.state, trainer.world_size):
-                sums += squares(parameters, optimizer.state, group, rate) / copies
-        return [sums[0], sums[1]]
+        return list(sums_of_squares(trainer, module).unbind())
+
+    def rehearse(self, trainer: pl.Trainer, module: Any) -> None:
+        if isinstance(trainer.optimizers[0], AdamW):
+            sums_of_squares(trainer, module)
 
     def report(self, trainer: pl.Trainer, module: Any, rows: list[list[float]]) -> dict[str, float]:
         update, weight = (sum(row[index] for row in rows) for index in (0, 1))
         return {"train/update_ratio": math.sqrt(update / weight)} if weight > 0 and update > 0 else {}
+
+
+def sums_of_squares(trainer: pl.Trainer, module: Any) -> Tensor:
+    """(2,): of this rank's updates and of its weights; what lies on several ranks counts once."""
+    optimizer: Any = trainer.optimizers[0]
+    sums = torch.zeros(2, device=module.device)
+    for group, rate in zip(optimizer.param_groups, rates_of_last_step(trainer), strict=True):
+        for copies, parameters in chunks(group["params"], optimizer.state, trainer.world_size):
+            sums += squares(parameters, optimizer.state, group, rate) / copies
+    return sums
 
 
 def chunks(parameters: Sequence[Tensor], state: Mapping[Tensor, Any], ranks: int) -> Iterator[tuple[int, list[Tensor]]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -145,8 +146,10 @@ class StepRecorder(pl.Callback):
         if self._request is not None and (step >= self._request.step + self._lag or step == trainer.max_steps):
             self.finish_reading()
         if step == self._warmed_up_at:
-            module.step_loss.item()  # waits for the device: what is warm-up ends here
             self.finish_reading()
+            if self._lag:
+                self._rehearse(trainer, module)
+            module.step_loss.item()  # waits for the device: what is warm-up ends here
             self.times.forget()
             self.times.begin()
 
@@ -214,6 +217,15 @@ class StepRecorder(pl.Callback):
             trainer, module, trainer.global_step, self.tokens, last_learning_rate(trainer), self.memory.read_peak_gib(),
             [len(row) for row in rows], answer, self.times.take(), trainer.global_step > self._warmed_up_at,
         )  # fmt: skip
+
+    def _rehearse(self, trainer: pl.Trainer, module: Any) -> None:
+        """A reading that nobody sees. A GPU loads a kernel when it is first used and stands still meanwhile, and the readings
+        of a short run would be most of its time."""
+        for part in self.parts:
+            if hasattr(part, "rehearse"):
+                part.rehearse(trainer, module)
+        loss = module.step_loss
+        Exchange(trainer.strategy, torch.stack([loss, loss]), [0.0, loss]).read()
 
     def finish_reading(self) -> None:
         """Waits for the reading that has begun, if one has, and logs it. At the same step on all ranks."""
