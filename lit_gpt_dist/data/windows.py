@@ -33,9 +33,8 @@ def hash_words(*numbers: int) -> int:
     word = 0
     for number in numbers:
         word ^= (number + _GAMMA) & _MASK
-        word = (
-            (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
-        ) & _MASK  # ``mix``, of one Python number: it takes a tenth as long
+        # ``mix`` of a single Python number, which takes numpy ten times as long
+        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
         word ^= word >> 31
     return word
