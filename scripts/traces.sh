@@ -15,7 +15,8 @@ traced() {
     echo "== $tag"
     "$python" -m lit_gpt_dist trace "$folder/$tag"
 }
-options=(--model.size gpt2 --trainer.max_steps 30 "$@")
+# so many windows that the step takes longer than the host needs to launch it: else one rank waits for the other's host
+options=(--model.size gpt2 --trainer.max_steps 30 --data.micro_batch 128 --data.global_batch 256 "$@")
 for megabytes in 5 25 100; do
     traced "ddp-$megabytes" "${options[@]}" --trainer.strategy lit_gpt_dist.parallel.DDP --trainer.strategy.bucket_cap_mb "$megabytes"
 done
