@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.job import Batches, Job
 from lit_gpt_dist.callbacks.recorder import find_recorder, not_training
+from lit_gpt_dist.module import mean_loss
 
 TRAINER, BARE, EAGER, COMPILED, FABRIC = NAMES = ("trainer", "bare", "eager", "compiled", "fabric")
 
@@ -43,7 +44,8 @@ class BareStep:
                 self.module.step_graph.replay(windows)
             else:
                 with self.trainer.precision_plugin.train_step_context():
-                    self.loss, _ = self.module._whole_step(windows)
+                    losses, _ = self.module._whole_step(windows)
+                    self.loss = mean_loss(losses)
             self.step += 1
 
 

@@ -112,7 +112,9 @@ class Variant:
                 self.step(self.windows)
         if "launched" in self.switches:
             return lambda: self.step(self.windows)
-        self.recorded = StepGraph(self.step, self.windows)  # holds the memory that its replays read
+        self.recorded = StepGraph(
+            lambda windows: torch.stack(self.step(windows)), self.windows
+        )  # holds the memory that its replays read
         return self.recorded.graph.replay
 
 

@@ -24,8 +24,14 @@ from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.optim.config import FINE_TUNING_RATE, LEARNING_RATES, OptimConfig
 from lit_gpt_dist.optim.groups import make_adamw
 from lit_gpt_dist.optim.schedules import HostRates, lr_factor
-from lit_gpt_dist.parallel.clip import clip_by_global_norm, clip_in_update, clips_in_update, forget_scale
-from lit_gpt_dist.parallel.compile import Compile, compile_model, eagerly, resolve_compile
+from lit_gpt_dist.parallel.clip import (
+    clip_by_global_norm,
+    clip_divisor,
+    clip_in_update,
+    clips_in_update,
+    forget_scale,
+)
+from lit_gpt_dist.parallel.compile import Compile, compile_model, eagerly, one_kernel, resolve_compile
 from lit_gpt_dist.parallel.graph import (
     DDP_WARMUP_STEPS,
     WARMUP_STEPS,
@@ -150,6 +156,8 @@ class GPTModule(pl.LightningModule):
             self.compile_option, strategy.root_device, strategy.name, self.config.parameters()
         )
         compile_model(self.model, self.compiled)  # type: ignore[arg-type]
+        self._clip_divisor = one_kernel(clip_divisor, self.compiled, strategy.root_device)
+        self._step_results = one_kernel(step_results, self.compiled, strategy.root_device)
         strategy.place(self.model, self.seed)
         if self.init_from:
             load_weights(self.model, self.init_from, self.trainer.datamodule.vocabulary, strategy.assign)  # type: ignore[attr-defined]
@@ -234,13 +242,14 @@ class GPTModule(pl.LightningModule):
         """A whole optimizer step in one call, recorded or not; its loss. Nobody is told of its parts."""
         if self.in_graph:
             if self.step_graph is None:
-                self.step_graph = StepGraph(self._whole_step, windows)
+                self.step_graph = StepGraph(self._recorded_step, windows)
             return self._replay(windows)
-        self.step_loss, self.gradient_norm = self._whole_step(windows)
+        losses, self.gradient_norm = self._whole_step(windows)
+        self.step_loss = mean_loss(losses)
         return self.step_loss
 
-    def _whole_step(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """What Lightning drives hook by hook otherwise: the step's loss, and its gradient norm before clipping."""
+    def _whole_step(self, windows: Tensor) -> tuple[list[Tensor], Tensor]:
+        """What Lightning drives hook by hook otherwise: each micro-batch's loss, and the gradient norm before clipping."""
         optimizer, trainer = self.trainer.optimizers[0], self.trainer
         optimizer.zero_grad(set_to_none=True)
         losses = self._accumulate(windows)
@@ -249,7 +258,7 @@ class GPTModule(pl.LightningModule):
         self.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         optimizer.step()
         assert self.gradient_norm is not None
-        return mean_loss([*losses, loss.detach()]), self.gradient_norm
+        return [*losses, loss.detach()], self.gradient_norm
 
     def _accumulate(self, windows: Tensor) -> list[Tensor]:
         """Gradients of all micro-batches but the last, kept on this rank; their losses."""
@@ -317,6 +326,9 @@ class GPTModule(pl.LightningModule):
         with on_side_stream(self.device) if self.graph_wanted else nullcontext():
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
+    def _recorded_step(self, windows: Tensor) -> Tensor:
+        return self._step_results(*self._whole_step(windows))
+
     def _replay(self, windows: Tensor) -> Tensor:
         assert self.step_graph is not None
         if self.config.dropout > 0:
@@ -339,7 +351,7 @@ class GPTModule(pl.LightningModule):
         limit = None if by_value or in_update else gradient_clip_val
         self.gradient_norm = clip_by_global_norm(self.model.parameters(), limit)
         if in_update:
-            clip_in_update(optimizer, self.gradient_norm, gradient_clip_val)  # type: ignore[arg-type]
+            clip_in_update(optimizer, self.gradient_norm, gradient_clip_val, self._clip_divisor)  # type: ignore[arg-type]
         if by_value:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         if self.norm_watcher is not None:
@@ -371,6 +383,11 @@ def mean_loss(losses: list[Tensor]) -> Tensor:
     if len(losses) == 1:
         return losses[0].double()
     return torch.stack([loss.double() for loss in losses]).mean()
+
+
+def step_results(losses: list[Tensor], norm: Tensor) -> Tensor:
+    """(2,) in fp64: mean of the micro-batches' losses, and the gradient norm."""
+    return torch.stack([mean_loss(losses), norm.double()])
 
 
 def preset_fields(size: str) -> dict[str, Any]:

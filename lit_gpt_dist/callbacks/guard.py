@@ -7,6 +7,7 @@ reading; which step it was is looked at after a reading that says so, and before
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,6 +22,7 @@ from lit_gpt_dist.callbacks.recorder import StepRecorder, find_recorder, log_met
 from lit_gpt_dist.callbacks.rollback import rollback
 from lit_gpt_dist.errors import EXIT_FAILURE, RunStopped, UserError
 from lit_gpt_dist.optim.groups import is_fused
+from lit_gpt_dist.parallel.compile import one_kernel
 
 SKIPS_IN_A_ROW = 50  # so many, and nothing is learned any more: stop
 MEMORY = 0.98  # of the running mean of gradient norms
@@ -56,8 +58,8 @@ class BadStepGuard(pl.Callback):
         self.skipped_steps: list[int] = []
         self.rollbacks: list[tuple[int, int]] = []  # (bad step, step gone back to)
         self._sticky = policy != "skip"
-        self._found = torch.zeros(())
-        self._poison = torch.zeros(())  # NaN once a norm was not finite
+        self._found = torch.zeros(())  # 1: the coming update must be left out
+        self._mark: Callable[..., None] = mark_bad
         self._bad_steps = torch.zeros(())  # updates left out, of the whole run
         self._bad_steps_known = 0.0  # of them, those that have been looked at
         self._alarm = False  # the last reading told of new ones
@@ -79,8 +81,9 @@ class BadStepGuard(pl.Callback):
         saves = next((c for c in trainer.callbacks if isinstance(c, CheckpointCallback)), None)  # type: ignore[attr-defined]
         self._save_every = saves.every_n_steps if saves is not None else None
         device = module.device
-        self._found, self._poison = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._found = torch.zeros((), device=device)
         self._bad_steps, self._bad_steps_known, self._alarm = torch.zeros((), device=device), 0.0, False
+        self._mark = one_kernel(mark_bad, module.compiled, device)
         self._tripped = False
         self._asked = self._covered = 0
         if self._recorder is not None and self not in self._recorder.parts:
@@ -95,14 +98,9 @@ class BadStepGuard(pl.Callback):
             if hasattr(optimizer, "found_inf"):
                 del optimizer.found_inf
             return
-        if self._sticky:
-            self._poison.add_(norm, alpha=0)  # 0·NaN and 0·∞ are NaN
-        else:
-            torch.mul(norm, 0, out=self._poison)
-        torch.ne(self._poison, self._poison, out=self._found)
         if self.spike_factor is not None:
-            self._watch_for_spikes(norm, self.spike_factor)
-        self._bad_steps.add_(self._found)
+            norm = self._spikes_as_nan(norm, self.spike_factor)
+        self._mark(norm, self._found, self._bad_steps, self._sticky)
         if is_fused(optimizer):  # takes a flag on the device that says whether to leave everything as it is
             optimizer.found_inf = self._found  # type: ignore[attr-defined]
         elif bool(self._found):  # waits for the device; on a CPU that costs nothing
@@ -118,7 +116,7 @@ class BadStepGuard(pl.Callback):
         self._tripped = self._sticky and not calm
         return calm
 
-    def _watch_for_spikes(self, norm: Tensor, factor: float) -> None:
+    def _spikes_as_nan(self, norm: Tensor, factor: float) -> Tensor:
         if self._mean is None:
             self._mean = torch.where(torch.isfinite(norm), norm.detach(), 0)
         spike = (norm > factor * self._mean) & (self._count >= SETTLING)
@@ -126,9 +124,7 @@ class BadStepGuard(pl.Callback):
         calm = torch.isfinite(norm) & ~spike
         self._mean = torch.where(calm, self._mean.lerp(norm, 1 - MEMORY), self._mean)
         self._count += 1
-        if self._sticky:
-            self._poison = torch.where(spike, torch.nan, self._poison)
-        self._found.logical_or_(spike)
+        return torch.where(spike, torch.nan, norm)
 
     # ---- looking at what happened ---------------------------------------------------------------------------------
 
@@ -239,7 +235,7 @@ class BadStepGuard(pl.Callback):
             self._stop(trainer, step, f"{what}; {error}")
             return
         self.rollbacks.append((step, to))
-        self._poison.zero_()
+        self._found.zero_()
         self._tripped, self._covered = False, 0
         self._mean, self._count = None, 0
         tell(trainer, f"{what}; back to the checkpoint of step {to}, the data go on after the bad ones")
@@ -266,6 +262,16 @@ class BadStepGuard(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.skipped_steps = list(state_dict["skipped_steps"])
+
+
+def mark_bad(norm: Tensor, found: Tensor, bad_steps: Tensor, sticky: bool) -> None:
+    """Writes into ``found`` whether the update with this ``norm`` must be left out, and counts it in ``bad_steps``.
+
+    Scalars on the device. ``sticky``: so must every one after it.
+    """
+    bad = (~torch.isfinite(norm)).to(found.dtype)
+    found.copy_(torch.maximum(found, bad) if sticky else bad)
+    bad_steps.add_(found)
 
 
 def read_flags(seen: list[tuple[int, Tensor, Tensor, Tensor | None]]) -> list[bool]:

@@ -16,7 +16,7 @@ from lit_gpt_dist.errors import UserError
 WARMUP_STEPS = 4  # eager steps first: they make the optimizer's state, compile, and let libraries set up
 DDP_WARMUP_STEPS = 12  # DDP rebuilds its buckets and must have seen 11 iterations (PyTorch notes on CUDA graphs)
 
-Step = Callable[[Tensor], tuple[Tensor, Tensor]]  # windows -> loss and gradient norm, scalars on the device
+Step = Callable[[Tensor], Tensor]  # windows -> (2,) on the device: the step's loss, and its gradient norm
 
 _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -35,8 +35,7 @@ class StepGraph:
         # thread_local: other threads (pinning, NCCL's watchdog) may call CUDA while this one records
         stream = side_stream(windows.device)
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-            loss, norm = step(self.windows)
-            self.results = torch.stack([loss.double(), norm.double()])
+            self.results = step(self.windows)
 
     def replay(self, windows: Tensor) -> None:
         """Takes one optimizer step; ``results`` (2,) then holds its loss and gradient norm, on the device."""

@@ -5,6 +5,7 @@ and ``place`` for the model; ``compute_dtype``; ``block_backward_sync`` for all 
 checkpoint folder of ``FolderCheckpoints``.
 """
 
+import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -27,6 +28,7 @@ from lit_gpt_dist.parallel.graph import on_side_stream
 from lit_gpt_dist.parallel.mesh import build_mesh, data_coordinate
 from lit_gpt_dist.parallel.restart import join_after_restart, restarts
 
+WATCHDOG_SECONDS = 0.25  # more than two looks of NCCL's watchdog
 GRACE_SECONDS = 20  # the process group's own timeout comes after callbacks/hangs.py, which says more
 
 
@@ -201,8 +203,21 @@ class DDP(MeshStrategy):
         """
         device_ids = self.determine_ddp_device_ids()
         recorded = getattr(model, "graph_wanted", False)
+        self._steps_to_rebuild = 2 if self._ddp_kwargs["static_graph"] else 1
         with on_side_stream(self.root_device) if recorded else nullcontext():
             return nn.parallel.DistributedDataParallel(model, device_ids=device_ids, **self._ddp_kwargs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before the step in which DDP rebuilds its buckets: lets go of the first one, which holds all gradients.
+
+        NCCL's process group keeps what it reduced until its watchdog, which looks every 100 ms, finds the collective done
+        and another one comes (torch 2.11). Both sets of buckets at once would be the peak of the whole run.
+        """
+        if self._steps_to_rebuild == 0 and self.root_device.type == "cuda":
+            torch.cuda.synchronize(self.root_device)
+            time.sleep(WATCHDOG_SECONDS)
+            torch.distributed.all_reduce(torch.zeros(1, device=self.root_device))
+        self._steps_to_rebuild -= 1
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -13,7 +13,7 @@ import torch
 from lit_gpt_dist.callbacks.clock import HostClock
 from lit_gpt_dist.callbacks.exchange import Exchange
 from lit_gpt_dist.callbacks.guard import BadStepGuard, read_flags
-from lit_gpt_dist.callbacks.learning import squares
+from lit_gpt_dist.callbacks.learning import LearningPart
 from lit_gpt_dist.callbacks.oom import out_of_memory, remedies
 from lit_gpt_dist.callbacks.options import MonitorOptions, parse_profile
 from lit_gpt_dist.callbacks.phases import Sample, phase_seconds
@@ -108,10 +108,13 @@ def test_the_update_ratio_is_that_of_the_weights_before_and_after() -> None:
         for weight in weights:
             weight.grad = torch.randn_like(weight)
         optimizer.step()
-    update, weight = squares(weights, optimizer.state, optimizer.param_groups[0], rate=0.01).tolist()
-    moved = sum((now.detach() - was).square().sum() for now, was in zip(weights, before, strict=True))
-    assert math.isclose(update, float(moved), rel_tol=1e-6)  # AdamW counts steps in fp32
-    assert math.isclose(weight, sum(float(was.square().sum()) for was in before), rel_tol=1e-8)
+    moved = sum(float((now.detach() - was).square().sum()) for now, was in zip(weights, before, strict=True))
+    after = sum(float(now.detach().square().sum()) for now in weights)
+    part, trainer = LearningPart(), SimpleNamespace(optimizers=[optimizer], world_size=1, global_step=3)
+    trainer.lr_scheduler_configs = []
+    row = [float(value) for value in part.measure(trainer, SimpleNamespace(step_graph=None))]
+    found = part.report(trainer, None, [row])["train/update_ratio"]
+    assert math.isclose(found, math.sqrt(moved / after), rel_tol=1e-6)  # AdamW counts steps in fp32
 
 
 # ---- stragglers ---------------------------------------------------------------------------------------------------
