@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
 from lit_gpt_dist.callbacks.notices import complain, tell
 from lit_gpt_dist.callbacks.options import Policy
-from lit_gpt_dist.callbacks.recorder import StepRecorder, find_recorder, log_metrics
+from lit_gpt_dist.callbacks.reading import log_metrics
+from lit_gpt_dist.callbacks.recorder import StepRecorder, find_recorder
 from lit_gpt_dist.callbacks.rollback import rollback
 from lit_gpt_dist.errors import EXIT_FAILURE, RunStopped, UserError
 from lit_gpt_dist.optim.groups import is_fused

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW
 
 from lit_gpt_dist.callbacks.notices import Once
-from lit_gpt_dist.callbacks.recorder import rates_of_last_step
+from lit_gpt_dist.callbacks.reading import rates_of_last_step
 
 STEPS_BETWEEN = 200  # at least: one reads weights and moments several times, a fifth of a small model's step
 CHUNK_BYTES = 64 << 20  # of weights: two temporary copies of so much are made at a time

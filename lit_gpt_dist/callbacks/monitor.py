@@ -12,7 +12,8 @@ from lit_gpt_dist.callbacks.oom import OutOfMemory
 from lit_gpt_dist.callbacks.options import MonitorOptions
 from lit_gpt_dist.callbacks.phases import PhaseSampler
 from lit_gpt_dist.callbacks.profiler import StepProfiler
-from lit_gpt_dist.callbacks.recorder import Part, StepRecorder
+from lit_gpt_dist.callbacks.reading import Part
+from lit_gpt_dist.callbacks.recorder import StepRecorder
 
 
 def watching(options: MonitorOptions, profile: str | None = None) -> list[pl.Callback]:

@@ -22,7 +22,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from lit_gpt_dist.callbacks.recorder import Reading, find_recorder
+from lit_gpt_dist.callbacks.reading import Reading
+from lit_gpt_dist.callbacks.recorder import find_recorder
 from lit_gpt_dist.summary import start_lines
 
 SECONDS_BETWEEN = 0.1  # two updates of the bar; a fast model takes dozens of steps in that

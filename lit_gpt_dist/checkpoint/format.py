@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_gpt_dist.checkpoint.dcp import METADATA_FILE, PART_FILE
+from lit_gpt_dist.checkpoint.metadata import METADATA_FILE, PART_FILE
 
 FORMAT = 1
 MANIFEST_FILE = "manifest.json"

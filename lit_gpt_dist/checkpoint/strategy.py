@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from lit_gpt_dist.checkpoint import codec, compatible, find, rng
 from lit_gpt_dist.checkpoint import format as layout
-from lit_gpt_dist.checkpoint.dcp import UnsafeFileError, read_metadata
+from lit_gpt_dist.checkpoint.metadata import UnsafeFileError, read_metadata
 from lit_gpt_dist.checkpoint.saver import Job, Saver, load_into
 from lit_gpt_dist.checkpoint.tensors import OptimizerRestore, module_tensors, optimizer_tensors
 from lit_gpt_dist.errors import UserError

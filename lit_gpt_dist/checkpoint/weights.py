@@ -16,7 +16,8 @@ from torch import Tensor
 from lit_gpt_dist.checkpoint import find
 from lit_gpt_dist.checkpoint import format as layout
 from lit_gpt_dist.checkpoint.compatible import shape_text, some
-from lit_gpt_dist.checkpoint.dcp import UnsafeFileError, read_metadata, read_tensor
+from lit_gpt_dist.checkpoint.dcp import read_tensor
+from lit_gpt_dist.checkpoint.metadata import UnsafeFileError, read_metadata
 from lit_gpt_dist.checkpoint.tensors import MODEL
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import GPTConfig

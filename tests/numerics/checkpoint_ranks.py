@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lit_gpt_dist.callbacks.signals import Agreement
 from lit_gpt_dist.checkpoint import find, open_weights
 from lit_gpt_dist.checkpoint import format as layout
-from lit_gpt_dist.checkpoint.dcp import read_metadata
+from lit_gpt_dist.checkpoint.metadata import read_metadata
 from lit_gpt_dist.checkpoint.saver import Job, SaveError, Saver
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_and_resume.py"

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lit_gpt_dist.checkpoint import dcp as files
+from lit_gpt_dist.checkpoint import durable as files
 from lit_gpt_dist.checkpoint import find
 from lit_gpt_dist.checkpoint import format as layout
-from lit_gpt_dist.checkpoint.dcp import ChecksummedFile, Writer
+from lit_gpt_dist.checkpoint.dcp import Writer
+from lit_gpt_dist.checkpoint.durable import ChecksummedFile
 from lit_gpt_dist.checkpoint.saver import Job, Saver, load_into
 from lit_gpt_dist.checkpoint.tensors import Stager
 
