@@ -42,6 +42,7 @@ class Corpus:
     name: str
     path: str | None = None
     dropped: dict[str, int] = field(default_factory=dict)  # characters outside the vocabulary, left out while reading
+    skipped: int = 0  # entries of a folder that were not read: hidden, or not named like a text
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -100,7 +101,9 @@ def load_corpus(path: str | None, tokenizer: str | None = None) -> Corpus:
         raise UserError(f"corpus {path} has no character of {tokenizer}; give another text or another --data.tokenizer")
     digest = ContentDigest(vocabulary)
     digest.update(tokens)
-    return Corpus(TokenStream([tokens]), vocabulary, digest.hexdigest(), source.name, path, dict(dropped))
+    return Corpus(
+        TokenStream([tokens]), vocabulary, digest.hexdigest(), source.name, path, dict(dropped), len(source.skipped)
+    )
 
 
 def char_vocabulary(pieces: Iterable[str]) -> CharVocabulary:

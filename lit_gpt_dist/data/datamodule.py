@@ -125,7 +125,8 @@ class GPTDataModule(lightning.LightningDataModule):
         parts = f"{len(self._train):,} tokens to train, {len(self._validation):,} to validate"
         dropped = sum(corpus.dropped.values())
         note = f", {dropped:,} characters outside the vocabulary dropped" if dropped else ""
-        return f"{corpus.name} ({kind}): {parts}{note}"
+        skipped = f", {corpus.skipped:,} files or folders skipped (prepare names them)" if corpus.skipped else ""
+        return f"{corpus.name} ({kind}): {parts}{note}{skipped}"
 
     def global_windows(self, step: int) -> tuple[Tensor, Tensor]:
         """Starts (global_batch,) and tokens (global_batch, context + 1) of a whole step, as all ranks together take it."""

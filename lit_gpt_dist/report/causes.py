@@ -23,6 +23,9 @@ _NEUTRAL = (
 _NEUTRAL_GROUPS = ("--checkpoint.", "--trainer.strategy.", "--model.compile", "--trainer.val", "--trainer.limit_val")
 
 
+SPIKE = 1.5  # times the loss of the step before
+
+
 def likely_cause(comparison: Comparison) -> str:
     """The first explanation that the evidence supports, as one sentence."""
     assert comparison.reference is not None
@@ -34,6 +37,7 @@ def likely_cause(comparison: Comparison) -> str:
         or _scaled_loss(comparison)
         or _other_options(curve.run, reference.run)
         or _other_length(comparison)
+        or _spike(comparison)
         or _from_the_first_step(comparison)
     )
     mine, other = curve.run.git_revision, reference.run.git_revision
@@ -131,6 +135,25 @@ def _other_length(comparison: Comparison) -> str:
     if mine == other or _starts_apart(comparison) != "no":
         return ""
     return f"the runs end at steps {mine} and {other}: a learning-rate schedule that depends on the number of steps would do this"
+
+
+def _spike(comparison: Comparison) -> str:
+    """A jump of the loss in both runs, up to which they agree: differences of rounding grow there faster than anywhere."""
+    first, reference = _first_large(comparison), comparison.reference
+    assert reference is not None
+    shared = np.isin(reference.steps, comparison.steps)
+    steps, theirs = reference.steps[shared], reference.losses[shared]
+    jumps = steps[1:][
+        (theirs[1:] > SPIKE * theirs[:-1]) & (theirs[1:] + comparison.difference[1:] > SPIKE * theirs[:-1])
+    ]
+    before = [int(step) for step in jumps if first is not None and step <= first]
+    if not before:
+        return ""
+    height = float(theirs[steps == before[-1]][0])
+    return (
+        f"both runs' loss jumps at step {before[-1]}, to {height:.3g}, and up to there they agree: rounding grows in a jump, and "
+        "this alone shows no fault; compare with a lower learning rate or a longer warm-up"
+    )
 
 
 def _from_the_first_step(comparison: Comparison) -> str:

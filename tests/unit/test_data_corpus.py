@@ -34,7 +34,9 @@ def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):
     write(tmp_path / "c.bin", b"\xff")
     write(tmp_path / ".hidden" / "h.txt", "H")
     write(tmp_path / ".h.txt", "H")
-    assert text_of(load_corpus(str(tmp_path))) == "A\nB"
+    corpus = load_corpus(str(tmp_path))
+    assert text_of(corpus) == "A\nB"
+    assert corpus.skipped == 3
 
 
 def test_a_glob_takes_files_of_any_name(tmp_path):

@@ -185,6 +185,16 @@ def test_repeated_tags_from_the_start_are_rounds_not_resumes():
     assert len(join_curves([run("a"), run("a")])) == 2
 
 
+def test_a_jump_of_both_losses_before_they_part_is_named_rather_than_a_fault():
+    jumping = BASE.copy()
+    jumping[10] *= 3
+    base = run("base", jumping, mode="single", world=1, accum=4, seed=2)
+    parted = jumping + np.where(np.arange(STEPS) >= 10, 0.05, 0.0)
+    found = judge(base, run("after", parted, seed=2), run("earlier", parted + 0.05, seed=2))
+    assert "jumps at step 11, to 12" in found["after"].cause
+    assert "jumps" not in found["earlier"].cause, "they were apart before"
+
+
 def test_a_loss_that_is_not_finite_is_named():
     losses = BASE.copy()
     losses[10:] = np.nan
