@@ -99,7 +99,7 @@ def remedies(trainer: Any, module: Any) -> list[str]:
         )
     if module.recompute == "none":
         found.append("--model.recompute full: activations are computed twice instead of kept; about +30% time")
-    if trainer.strategy.name != "fsdp2":
+    if trainer.strategy.name not in ("fsdp2", "hsdp"):
         found.append(
             "--trainer.strategy fsdp2 on several devices: weights, gradients and moments in shards; costs communication"
         )

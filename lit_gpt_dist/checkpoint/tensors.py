@@ -145,20 +145,31 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def share_out(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
-    """What this rank writes: its shards, and its share of the tensors that every rank holds whole.
+    """What this rank writes: its shards, and its share of what other ranks hold as well.
 
-    Whole tensors go, largest first, to the rank that has least so far; every rank comes to the same result without
-    talking. So nothing is written twice, and nothing that another rank writes is copied or kept here.
+    That goes, largest first, to the holder that has least so far; every rank comes to the same result without talking. So
+    nothing is written twice, and nothing that another rank writes is copied or kept here.
     """
-    mine: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-    load_bytes = [0] * ranks
-    for name in sorted(whole, key=lambda name: (-whole[name].nbytes, name)):
-        lightest = min(range(ranks), key=load_bytes.__getitem__)
-        load_bytes[lightest] += whole[name].nbytes
-        if lightest == rank:
-            mine[name] = whole[name]
+    mine: dict[str, Tensor] = {}
+    load_bytes: dict[int, list[int]] = {}  # by number of holders, of each
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        own, holders = holder(tensors[name]) if isinstance(tensors[name], DTensor) else (rank, ranks)  # type: ignore[arg-type]
+        loads = load_bytes.setdefault(holders, [0] * holders)
+        lightest = min(range(holders), key=loads.__getitem__)
+        loads[lightest] += tensors[name].nbytes
+        if lightest == own:
+            mine[name] = tensors[name]
     return mine
+
+
+def holder(tensor: DTensor) -> tuple[int, int]:
+    """(which of those that hold the same part of ``tensor`` this rank is, how many they are)."""
+    own, holders = 0, 1
+    for dim, place in enumerate(tensor.placements):
+        if place.is_replicate():
+            own = own * tensor.device_mesh.size(dim) + tensor.device_mesh.get_local_rank(dim)
+            holders *= tensor.device_mesh.size(dim)
+    return own, holders
 
 
 class _Buffer(NamedTuple):

@@ -69,7 +69,8 @@ def no_sync_factor(mode: str, accumulate: int, precision: str) -> float | None:
     """Bytes per step when every micro-batch reduces, over the bytes when only the last one does.
 
     DDP: accumulate (facts: "DDP without no_sync: A times that"). FSDP2 gathers weights of p bytes twice in every
-    micro-batch either way and only the reduction of g bytes is saved: A·(2p + g) / (A·2p + g).
+    micro-batch either way and only the reduction of g bytes is saved: A·(2p + g) / (A·2p + g). Under HSDP it depends on the
+    links: none.
     """
     if mode == "ddp":
         return float(accumulate)

@@ -16,11 +16,10 @@ from lit_gpt_dist.data.datamodule import GPTDataModule
 from lit_gpt_dist.fit import quiet_libraries
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import OptimConfig
-from lit_gpt_dist.parallel import DDP, FSDP2, SingleDevice
+from lit_gpt_dist.parallel import STRATEGIES
 from lit_gpt_dist.trainer import Trainer
 
 CORPUS = Path(__file__).parents[2] / "LICENSE"
-STRATEGIES = {"single": SingleDevice, "ddp": DDP, "fsdp2": FSDP2}
 
 
 @dataclass(frozen=True)

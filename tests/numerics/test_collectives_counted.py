@@ -1,6 +1,7 @@
 """Gradients cross the network once per optimizer step, whatever is accumulated. Counted by torch's profiler."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -59,6 +60,12 @@ def per_step() -> dict[str, list[dict[str, float]]]:
     found = on_ranks(2, counts, runs)
     assert found[0] == found[1], "ranks issue the same collectives"
     return {"ddp": found[0][:3], "fsdp2": found[0][3:]}
+
+
+def test_hsdp_reduces_each_unit_once_per_step_within_a_group_and_once_across_at_accumulate_4() -> None:
+    run = ONE.on("hsdp", 4, micro_batch=1, strategy_options=dict(shard_ranks=2))
+    straight, accumulated = on_ranks(4, counts, [replace(run, micro_batch=4), run])[0]
+    assert straight == accumulated == {"reduce-scatter": UNITS, "all-reduce": UNITS + 1}, "and one for the norm"
 
 
 def test_ddp_reduces_each_bucket_once_per_step_at_accumulate_4(per_step: dict[str, list[dict[str, float]]]) -> None:

@@ -25,14 +25,19 @@ RUNS = {
         ONE.on("ddp", 2, micro_batch=8),
         ONE.on("fsdp2", 2, micro_batch=2),
     ],
-    4: [ONE.on("ddp", 4), ONE.on("fsdp2", 4), ONE.on("fsdp2", 4, micro_batch=1)],
+    4: [
+        ONE.on("ddp", 4),
+        ONE.on("fsdp2", 4),
+        ONE.on("fsdp2", 4, micro_batch=1),
+        ONE.on("hsdp", 4, micro_batch=2, strategy_options=dict(shard_ranks=2)),
+    ],
     3: [ON_THREE.on("ddp", 3), ON_THREE.on("fsdp2", 3)],
 }
 
 
 @pytest.mark.parametrize("precision", [FP32, FP64])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ddp_and_fsdp2_follow_the_single_process_curve(ranks: int, precision: str) -> None:
+def test_every_strategy_follows_the_single_process_curve(ranks: int, precision: str) -> None:
     runs = [replace(run, precision=precision) for run in RUNS[ranks]]
     reference = losses(replace(ON_THREE if ranks == 3 else ONE, precision=precision))
     on_each_rank = on_ranks(ranks, curves, runs)

@@ -24,11 +24,12 @@ def assert_equal(gradients: dict[str, Tensor], reference: dict[str, Tensor], nam
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gradients_of_every_parameter_equal_one_process_under_ddp_and_fsdp2(ranks: int) -> None:
+def test_gradients_of_every_parameter_equal_one_process_under_every_strategy(ranks: int) -> None:
     reference = gradients_after_one_step(ONE)
     micros = (16 // ranks, 2)  # without and with accumulation
     runs = [ONE.on(strategy, ranks, micro_batch=micro) for strategy in ("ddp", "fsdp2") for micro in micros]
     runs.append(runs[-1].on("fsdp2", ranks, recompute="full"))
+    runs.append(ONE.on("hsdp", ranks, micro_batch=2, strategy_options=dict(shard_ranks=2)))
     for name, of_run in on_ranks(ranks, several, runs)[-1].items():
         assert_equal(of_run, reference, name)
 

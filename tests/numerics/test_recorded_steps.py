@@ -18,7 +18,7 @@ from torch import Tensor
 from lit_gpt_dist import module as module_file
 from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
 from lit_gpt_dist.callbacks.recorder import StepRecorder
-from lit_gpt_dist.parallel import strategies
+from lit_gpt_dist.parallel import replicated
 from lit_gpt_dist.parallel.graph import why_not
 
 ONE = Run(steps=24, val_every=8, model=dict(size="tiny", context=32, dropout=0.0))
@@ -74,7 +74,7 @@ def trained(
             patch.setattr(module_file, "StepGraph", CalledAgain)
             patch.setattr(module_file, "decide_graph", lambda *_: True)
             patch.setattr(module_file, "make_capturable", lambda *_: None)
-            for file in (module_file, strategies):
+            for file in (module_file, replicated):
                 patch.setattr(file, "on_side_stream", lambda *_: nullcontext())
         recorder, hooks = StepRecorder(), Hooks(wants_parts)
         trainer, module, data = build(run, recorder, hooks, CheckpointCallback(every_n_steps=20), folder=folder)

@@ -1,0 +1,85 @@
+"""DDP: the whole model on every rank."""
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lit_gpt_dist.parallel.graph import on_side_stream
+from lit_gpt_dist.parallel.strategies import MeshStrategy
+
+WATCHDOG_SECONDS = 0.25  # more than two looks of NCCL's watchdog
+
+
+class DDP(MeshStrategy):
+    """Every rank holds the whole model; gradients are averaged in buckets while backward runs (Li et al. 2020).
+
+    Args:
+        bucket_cap_mb: size of a bucket in MiB; a bucket is sent as soon as its gradients are there.
+        static_graph: the same parameters get gradients at every backward; by default where a step has one micro-batch
+            (with more, DDP's reducer fails an assertion at the first backward that does not synchronise, torch 2.13).
+        gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
+        no_sync: average once per step; False averages after every micro-batch (to measure what that costs).
+        timeout_seconds: a collective that takes longer ends the run.
+    """
+
+    name = "ddp"
+
+    def degrees(self) -> dict[str, int]:
+        return {"replicate": self.world_size}
+
+    def __init__(
+        self,
+        bucket_cap_mb: float = 25,
+        static_graph: bool | None = None,
+        gradient_as_bucket_view: bool = True,
+        no_sync: bool = True,
+        timeout_seconds: float = 600,
+    ) -> None:
+        super().__init__(
+            no_sync,
+            timeout_seconds,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast_buffers=False,  # the model has none
+        )
+        self.bucket_cap_mb = bucket_cap_mb
+        self.static_graph = static_graph
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        one_backward = trainer.datamodule.plan.accumulate == 1  # type: ignore[attr-defined]
+        self._ddp_kwargs["static_graph"] = one_backward if self.static_graph is None else self.static_graph
+        super().setup(trainer)
+
+    def _setup_model(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
+        """On the stream that its steps will run on: DDP keeps autograd nodes, and those keep the stream they were made on.
+
+        Lightning builds it on a stream of its own, which makes every backward wait for that one.
+        """
+        device_ids = self.determine_ddp_device_ids()
+        recorded = getattr(model, "graph_wanted", False)
+        self._steps_to_rebuild = 2 if self._ddp_kwargs["static_graph"] else 1
+        with on_side_stream(self.root_device) if recorded else nullcontext():
+            return nn.parallel.DistributedDataParallel(model, device_ids=device_ids, **self._ddp_kwargs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before the step in which DDP rebuilds its buckets: lets go of the first one, which holds all gradients.
+
+        NCCL's process group keeps what it reduced until its watchdog, which looks every 100 ms, finds the collective done
+        and another one comes (torch 2.11). Both sets of buckets at once would be the peak of the whole run.
+        """
+        if self._steps_to_rebuild == 0 and self.root_device.type == "cuda":
+            torch.cuda.synchronize(self.root_device)
+            time.sleep(WATCHDOG_SECONDS)
+            torch.distributed.all_reduce(torch.zeros(1, device=self.root_device))
+        self._steps_to_rebuild -= 1
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        assert isinstance(self.model, nn.parallel.DistributedDataParallel)
+        with self.model.no_sync() if self.no_sync else nullcontext():
+            yield

@@ -1,0 +1,118 @@
+"""FSDP2 and HSDP: every rank holds a part of the weights, gradients and optimizer state."""
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.model.gpt import GPT
+from lit_gpt_dist.model.init import initialize
+from lit_gpt_dist.parallel import fsdp2
+from lit_gpt_dist.parallel.strategies import MeshStrategy
+
+
+class FSDP2(MeshStrategy):
+    """Weights, gradients and optimizer state in shards, one unit per block (``parallel/fsdp2.py``).
+
+    Args:
+        reshard_after_forward: give a block's gathered weights back after its forward and gather them again for backward.
+        no_sync: reduce once per step; False reduces after every micro-batch (to measure what that costs).
+        timeout_seconds: a collective that takes longer ends the run.
+    """
+
+    name = "fsdp2"
+
+    def __init__(self, reshard_after_forward: bool = True, no_sync: bool = True, timeout_seconds: float = 600) -> None:
+        super().__init__(no_sync, timeout_seconds)
+        self.reshard_after_forward = reshard_after_forward
+
+    def degrees(self) -> dict[str, int]:
+        return {"shard": self.world_size}
+
+    def build_context(self) -> AbstractContextManager:
+        return torch.device("meta")  # no rank ever holds the whole model
+
+    def place(self, model: GPT, seed: int) -> None:
+        if self.precision_plugin.precision == "16-mixed":
+            raise UserError("precision 16-mixed does not run under fsdp2; use bf16-mixed, 32-true or 64-true")
+        policy = fsdp2.precision_policy(str(self.precision_plugin.precision))
+        fsdp2.shard(model, self.mesh, policy, self.reshard_after_forward)
+        model.to_empty(device=self.root_device)
+        initialize(model, seed, self.assign)
+
+    def assign(self, parameter: Tensor, value: Tensor) -> None:
+        fsdp2.assign_shard(parameter, value)
+
+    def before_replay(self) -> None:
+        fsdp2.release(self.lightning_module.model)  # type: ignore[union-attr,arg-type]
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """As ``DDPStrategy.setup``, without wrapping: ``place`` has sharded the model already."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.model_to_device()  # what is not the GPT's: metrics
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Lightning's own version knows only DDP's wrapper and would let FSDP2 reduce every micro-batch."""
+        gpt = self.lightning_module.model  # type: ignore[union-attr]
+        fsdp2.set_gradient_sync(gpt, not self.no_sync)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            fsdp2.set_gradient_sync(gpt, True)  # type: ignore[arg-type]
+
+    def teardown(self) -> None:
+        """As every strategy's, but shards stay on their device: they are not moved to the CPU at the end."""
+        self.optimizers = []
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+class HSDP(FSDP2):
+    """FSDP2 within groups of ranks, each of which holds a whole replica, and gradients averaged across the groups.
+
+    Weights are gathered inside a group only: inside a node, where links are fast. Across groups goes one reduction of a shard.
+
+    Args:
+        shard_ranks: ranks of a group; by default those of a node.
+        reshard_after_forward: as under FSDP2.
+        no_sync: as under FSDP2.
+        timeout_seconds: a collective that takes longer ends the run.
+    """
+
+    name = "hsdp"
+
+    def __init__(
+        self,
+        shard_ranks: int | None = None,
+        reshard_after_forward: bool = True,
+        no_sync: bool = True,
+        timeout_seconds: float = 600,
+    ) -> None:
+        super().__init__(reshard_after_forward, no_sync, timeout_seconds)
+        self.shard_ranks = shard_ranks
+
+    def degrees(self) -> dict[str, int]:
+        """
+        Raises:
+            UserError: the ranks do not divide into groups of ``shard_ranks``.
+        """
+        ranks, of_group = self.world_size, self.shard_ranks or self.num_processes
+        if of_group < 1 or ranks % of_group:
+            fitting = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+            raise UserError(
+                f"strategy hsdp: {ranks} ranks do not divide into groups of shard_ranks {of_group}; use one of {fitting}"
+            )
+        return {"replicate": ranks // of_group, "shard": of_group}
