@@ -33,6 +33,7 @@ from lit_gpt_dist.checkpoint import find, open_weights
 from lit_gpt_dist.data.datamodule import GPTDataModule
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import OptimConfig
+from lit_gpt_dist.parallel import HSDP
 from lit_gpt_dist.trainer import Trainer
 
 TOLERANCE = 1e-6
@@ -95,7 +96,7 @@ def work(plan: Plan, root: Path, log: Path, steps: int) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=plan.ranks,
-        strategy=plan.strategy,
+        strategy=HSDP(shard_ranks=plan.ranks // 2) if plan.strategy == "hsdp" else plan.strategy,
         max_steps=steps,
         default_root_dir=root,
         callbacks=[

@@ -38,7 +38,7 @@ class FSDP2(MeshStrategy):
 
     def place(self, model: GPT, seed: int) -> None:
         if self.precision_plugin.precision == "16-mixed":
-            raise UserError("precision 16-mixed does not run under fsdp2; use bf16-mixed, 32-true or 64-true")
+            raise UserError(f"precision 16-mixed does not run under {self.name}; use bf16-mixed, 32-true or 64-true")
         policy = fsdp2.precision_policy(str(self.precision_plugin.precision))
         fsdp2.shard(model, self.mesh, policy, self.reshard_after_forward)
         model.to_empty(device=self.root_device)

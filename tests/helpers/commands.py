@@ -3,17 +3,20 @@
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from helpers.ranks import PRELOADED
 from lit_gpt_dist.cli import main
 
 COMMAND = [sys.executable, "-m", "lit_gpt_dist"]
@@ -52,6 +55,39 @@ def here(*arguments: str) -> Ended:
         except SystemExit as end:
             code = int(end.code or 0)
     return Ended(code, out.getvalue(), err.getvalue())
+
+
+def forked(*arguments: str, cwd: Path | None = None, timeout_seconds: float = 120) -> Ended:
+    """The command in a process of its own that has imported the libraries already: for what takes one process only, and must
+    not share this one's folder, threads or terminal."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, name) for name in ("out", "err")]
+        process = context.Process(
+            target=_command_main, args=(arguments, cwd or Path.cwd(), clean_environment(), *paths)
+        )
+        process.start()
+        process.join(timeout_seconds)
+        ended = process.exitcode
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)  # its own group: whatever it started, too
+        process.join()
+        out, err = (path.read_text() if path.exists() else "" for path in paths)
+    assert ended is not None, f"no end within {timeout_seconds} s: {arguments}\n{out}{err}"
+    return Ended(ended, out, err)
+
+
+def _command_main(arguments: tuple[str, ...], cwd: Path, environment: dict[str, str], out: Path, err: Path) -> None:
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream, path in ((sys.stdout, out), (sys.stderr, err)):
+        stream.flush()
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
+    sys.argv = ["lit-gpt-dist", *arguments]
+    sys.exit(main(list(arguments)))
 
 
 def clean_environment(**extra: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.commands import forked
 
 REPOSITORY = Path(__file__).parents[2]
 PLANTED = Path(__file__).with_name("planted_fit.py")
@@ -47,25 +48,19 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "220"}
 
 
-def call(words, environment, cwd, timeout_seconds=200):
-    command = [sys.executable, "-m", "lit_gpt_dist", *map(str, words)]
-    return subprocess.run(
-        command,
-        env={**environment, "PYTHONPATH": str(REPOSITORY)},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout_seconds,
-    )
+def call(words, cwd):
+    return forked(*map(str, words), cwd=cwd, timeout_seconds=200)
 
 
 def train(environment, root, planted=None, **options):
     words = [*FIT, "--trainer.default_root_dir", str(root)]
     words += [word for name, value in options.items() for word in (f"--{name.replace('__', '.')}", str(value))]
-    start = [str(PLANTED)] if planted else ["-m", "lit_gpt_dist"]
-    faults = {"LIT_GPT_DIST_PLANTED": planted or "", "LIT_GPT_DIST_PLANTED_FACTOR": "4", "PYTHONPATH": str(REPOSITORY)}
+    if not planted:
+        assert forked(*words).code == 0
+        return
+    faults = {"LIT_GPT_DIST_PLANTED": planted, "LIT_GPT_DIST_PLANTED_FACTOR": "4", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
-        [sys.executable, *start, *words], env=environment | faults, capture_output=True, text=True, timeout=120
+        [sys.executable, str(PLANTED), *words], env=environment | faults, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
 
@@ -73,9 +68,9 @@ def train(environment, root, planted=None, **options):
 @pytest.mark.timeout(240)
 def test_a_matrix_on_cpu_is_one_curve_and_is_not_run_twice(tmp_path, environment):
     words = [*BENCH, "--strategies", "single,fsdp2", "--devices", "1,2", "--rounds", "1", "--root", tmp_path / "b"]
-    first = call(words, environment, tmp_path)
-    assert first.returncode == 0, first.stdout + first.stderr
-    assert "single is one card by definition" in first.stdout
+    first = call(words, tmp_path)
+    assert first.code == 0, first.out + first.err
+    assert "single is one card by definition" in first.out
     lines = [json.loads(line) for line in (tmp_path / "b" / "results.jsonl").read_text().splitlines()]
     assert [(line["mode"], line["world"], line["accum"]) for line in lines] == [
         ("single", 1, 4),
@@ -84,14 +79,14 @@ def test_a_matrix_on_cpu_is_one_curve_and_is_not_run_twice(tmp_path, environment
     ]
     assert len(json.loads((tmp_path / "b" / "environment.json").read_text())["commands"]) == 1
 
-    again = call(words, environment, tmp_path)
-    assert again.returncode == 0
-    assert "3 of them from an earlier call" in again.stdout
+    again = call(words, tmp_path)
+    assert again.code == 0
+    assert "3 of them from an earlier call" in again.out
     assert len((tmp_path / "b" / "results.jsonl").read_text().splitlines()) == 3
 
-    report = call(["report", tmp_path / "b" / "results.jsonl", "--out", tmp_path / "out"], environment, tmp_path)
-    assert report.returncode == 0, report.stderr
-    assert "1 × reference, 2 × same curve." in report.stdout
+    report = call(["report", tmp_path / "b" / "results.jsonl", "--out", tmp_path / "out"], tmp_path)
+    assert report.code == 0, report.err
+    assert "1 × reference, 2 × same curve." in report.out
     assert (tmp_path / "out" / "report.html").exists()
 
 
@@ -100,12 +95,10 @@ def test_planted_faults_are_different_runs_with_their_cause(tmp_path, environmen
     train(environment, tmp_path, tag="one", trainer__devices=1, trainer__strategy="single")
     train(environment, tmp_path, "shared", tag="shared", trainer__devices=2, trainer__strategy="ddp")
     train(environment, tmp_path, "undivided", tag="undivided", trainer__devices=1, trainer__strategy="single")
-    report = call(["report", tmp_path / "results.jsonl"], environment, tmp_path)
-    assert report.returncode == 0, report.stderr
-    assert "1 × reference, 2 × different run." in report.stdout
-    causes = {
-        line.split()[0]: line for line in report.stdout.splitlines() if line.startswith(("shared (", "undivided ("))
-    }
+    report = call(["report", tmp_path / "results.jsonl"], tmp_path)
+    assert report.code == 0, report.err
+    assert "1 × reference, 2 × different run." in report.out
+    causes = {line.split()[0]: line for line in report.out.splitlines() if line.startswith(("shared (", "undivided ("))}
     assert "the 2 ranks share data" in causes["shared"]
     assert "the loss is not divided by accumulation" in causes["undivided"]
 
@@ -129,9 +122,9 @@ def test_a_bench_stopped_half_way_leaves_no_process_and_goes_on_later(tmp_path, 
     assert "the same command goes on" in out
     wait_until(lambda: not processes_below(tmp_path))
     assert [json.loads(line)["mode"] for line in results.read_text().splitlines()] == ["single"]
-    again = call(words, environment, tmp_path)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "1 of them from an earlier call" in again.stdout
+    again = call(words, tmp_path)
+    assert again.code == 0, again.out + again.err
+    assert "1 of them from an earlier call" in again.out
     assert [json.loads(line)["mode"] for line in results.read_text().splitlines()] == ["single", "ddp"]
 
 

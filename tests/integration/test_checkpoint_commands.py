@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.commands import forked
 
 from lit_gpt_dist.checkpoint import find, open_weights
 from lit_gpt_dist.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER_ERROR
@@ -34,6 +35,12 @@ def command(root, text, strategy, ranks, steps, *more):
 def run(*arguments):
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     return done.returncode, done.stdout + done.stderr
+
+
+def alone(arguments):
+    """As ``run``, for what takes one process."""
+    ended = forked(*map(str, arguments[3:]), timeout_seconds=PATIENCE_SECONDS)
+    return ended.code, ended.text
 
 
 def losses(root):
@@ -81,7 +88,7 @@ def test_stopped_by_slurm_a_run_saves_and_goes_on_as_another_layout(tmp_path, te
     end = stopped_at + 5
     code, output = run(*command(root, text, "fsdp2", 2, end, "--ckpt_path", "last"))
     assert code == 0, output
-    code, output = run(*command(tmp_path / "straight", text, "single", 1, end))
+    code, output = alone(command(tmp_path / "straight", text, "single", 1, end))
     assert code == 0, output
     ours, straight = losses(root), losses(tmp_path / "straight")
     assert sorted(ours) == list(range(1, end + 1))
@@ -92,8 +99,8 @@ def test_stopped_by_slurm_a_run_saves_and_goes_on_as_another_layout(tmp_path, te
 def check_exports(root, tmp_path, text):
     """What fsdp2 saved, as one file and as a folder of transformers: the same logits."""
     export = (sys.executable, "-m", "lit_gpt_dist", "export", str(root))
-    assert run(*export, "--out", str(tmp_path / "w.safetensors"))[0] == 0
-    assert run(*export, "--out", str(tmp_path / "hf"), "--format", "hf")[0] == 0
+    assert alone([*export, "--out", str(tmp_path / "w.safetensors")])[0] == 0
+    assert alone([*export, "--out", str(tmp_path / "hf"), "--format", "hf"])[0] == 0
     config, vocabulary, tensors = open_weights(tmp_path / "w.safetensors")
     assert json.loads(vocabulary)["kind"] == "char"
     model = GPT(config)
@@ -120,26 +127,26 @@ def test_sigterm_requeues_a_run_on_one_device(tmp_path, text):
 
 
 def test_damage_is_told_in_one_line_and_the_previous_one_taken(tmp_path, text):
-    code, output = run(*command(tmp_path, text, "single", 1, 10))
+    code, output = alone(command(tmp_path, text, "single", 1, 10))
     assert code == 0, output
     newest = tmp_path / "checkpoints" / "step-00000010"
     part = next(newest.glob("*.distcp"))
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
     part.write_bytes(bytes(data))
-    code, output = run(*command(tmp_path, text, "single", 1, 11, "--ckpt_path", str(newest)))
+    code, output = alone(command(tmp_path, text, "single", 1, 11, "--ckpt_path", str(newest)))
     assert code == EXIT_USER_ERROR
     assert output.strip().splitlines()[-1].startswith(f"error: checkpoint {newest} is damaged: {part.name} has changed")
     assert "step-00000005" in output
     assert "Traceback" not in output
-    code, output = run(*command(tmp_path, text, "single", 1, 11, "--ckpt_path", "last"))
+    code, output = alone(command(tmp_path, text, "single", 1, 11, "--ckpt_path", "last"))
     assert code == 0, output
     assert f"warning: {newest} is damaged" in output
     assert json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])["start"] == 5
 
 
 def test_another_vocabulary_is_refused_on_all_ranks_in_one_line(tmp_path, text):
-    code, output = run(*command(tmp_path, text, "single", 1, 5))
+    code, output = alone(command(tmp_path, text, "single", 1, 5))
     assert code == 0, output
     more = ("--ckpt_path", "last", "--data.tokenizer", "byte", "--model.vocab_size", "256")
     code, output = run(*command(tmp_path, text, "ddp", 2, 6, *more))

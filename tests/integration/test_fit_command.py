@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers.commands import COMMAND, SMALL, Ended, here, results, run, torchrun
+from helpers.commands import COMMAND, SMALL, Ended, forked, here, results, run, torchrun
 from helpers.training import worst
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -121,8 +121,9 @@ def test_both_launchers_run_two_ranks_on_the_same_curve(text: Path, tmp_path: Pa
         "fit", *SMALL, "--data.corpus", str(text), "--data.global_batch", "16", "--trainer.max_steps", "8", "--export", "false",
     ]  # fmt: skip
     two = ["--trainer.devices", "2", "--trainer.strategy"]
+    one = forked(*options, "--tag", "one", "--trainer.default_root_dir", str(tmp_path))
+    assert one.code == 0, one.text
     for name, command in {
-        "one": [*COMMAND, *options],
         "own": [*COMMAND, *options, *two, "ddp"],
         "torchrun": [*torchrun(2), "-m", "lit_gpt_dist", *options, *two, "fsdp2"],
     }.items():

@@ -10,16 +10,20 @@ import resource
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lit_gpt_dist.callbacks.signals import Agreement
 from lit_gpt_dist.checkpoint import find, open_weights
 from lit_gpt_dist.checkpoint import format as layout
 from lit_gpt_dist.checkpoint.metadata import read_metadata
 from lit_gpt_dist.checkpoint.saver import Job, SaveError, Saver
+from lit_gpt_dist.checkpoint.tensors import share_out
+from lit_gpt_dist.parallel.mesh import build_mesh
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_and_resume.py"
 _spec = importlib.util.spec_from_file_location("kill_and_resume", SCRIPT)
@@ -29,7 +33,8 @@ runs = importlib.util.module_from_spec(_spec)
 sys.modules["kill_and_resume"] = runs
 _spec.loader.exec_module(runs)
 
-LAYOUTS = [("single", 1), ("ddp", 2), ("ddp", 4), ("fsdp2", 2), ("fsdp2", 4), ("fsdp2", 3)]
+LAYOUTS = [("single", 1), ("ddp", 2), ("ddp", 4), ("fsdp2", 2), ("fsdp2", 4), ("fsdp2", 3), ("hsdp", 4)]
+ONE_WAY = (1, 2, 4)  # of seven layouts: between any two of them either this or its negative is the distance
 
 
 def attempt(
@@ -44,14 +49,19 @@ def attempt(
     return runs.read_losses(log)
 
 
-def matrix(folder: Path) -> dict:
-    """Every layout saves after 10 steps, every layout goes on to 20 from it: worst difference to one device's run."""
+def one_way(folder: Path) -> dict:
+    """As ``matrix``, each two layouts in one direction."""
+    return matrix(folder, ONE_WAY)
+
+
+def matrix(folder: Path, distances: Sequence[int] = range(len(LAYOUTS))) -> dict:
+    """Every layout saves after 10 steps, and others go on to 20 from it: worst difference to one device's run."""
     reference = attempt(folder, "single", 1, folder / "reference", 20)
     worst = {}
-    for saver in LAYOUTS:
+    for place, saver in enumerate(LAYOUTS):
         saved = folder / f"{saver[0]}{saver[1]}"
         attempt(folder, *saver, saved, 10)
-        for loader in LAYOUTS:
+        for loader in (LAYOUTS[(place + distance) % len(LAYOUTS)] for distance in distances):
             root = folder / "resumed"
             shutil.copytree(saved, root, symlinks=True)
             losses = attempt(folder, *loader, root, 20)
@@ -159,6 +169,21 @@ def shared_out(folder: Path) -> dict:
         rank = place.relative_path.split("_")[2]
         written[rank] = written.get(rank, 0) + place.length
     return {"codes": codes, "times_written": sorted(index.fqn for index in places), "bytes": sorted(written.values())}
+
+
+def replicas(folder: Path) -> dict:
+    """Four ranks in two groups, eight equal tensors in halves within each: which tensors does each rank write?"""
+
+    def body(rank: int) -> None:
+        mesh = build_mesh("cpu", replicate=2, shard=2)
+        placements = (Replicate(), Shard(0))
+        tensors = {
+            f"model.w{i}": distribute_tensor(torch.ones(6, 2), mesh, placements, src_data_rank=None) for i in range(8)
+        }
+        (folder / f"mine-{rank}").write_text(json.dumps(sorted(share_out(tensors, rank, 4))))
+
+    codes = in_ranks(4, body)
+    return {"codes": codes, "mine": [json.loads((folder / f"mine-{rank}").read_text()) for rank in range(4)]}
 
 
 def agreement(folder: Path) -> dict:

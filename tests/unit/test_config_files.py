@@ -9,11 +9,12 @@ from jsonargparse import Namespace
 
 from lit_gpt_dist import fit
 from lit_gpt_dist.data.windows import plan_batch, usual_micro
+from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import PRESETS, preset
 from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import LEARNING_RATES
-from lit_gpt_dist.parallel import DDP, FSDP2, SingleDevice
+from lit_gpt_dist.parallel import HSDP, STRATEGIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = sorted(CONFIGS.glob("*.yaml"))
@@ -42,7 +43,7 @@ def parsed(*arguments: str) -> Namespace:
 
 def test_there_is_a_config_for_every_size_and_every_strategy() -> None:
     assert {path.stem for path in SIZES} == set(PRESETS)
-    assert {path.stem for path in OVERLAYS} == {"single", "ddp", "fsdp2"}
+    assert {path.stem for path in OVERLAYS} == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("path", SIZES, ids=lambda path: path.stem)
@@ -101,10 +102,19 @@ def test_command_line_overrides_a_strategy_with_options_in_yaml() -> None:
     assert "bucket_cap_mb" not in other.init_args
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("single", SingleDevice), ("ddp", DDP), ("fsdp2", FSDP2)])
+@pytest.mark.parametrize(("name", "strategy"), STRATEGIES.items())
 def test_strategy_names_and_class_paths_build_this_projects_classes(name: str, strategy: type) -> None:
     from lit_gpt_dist.trainer import Trainer
 
     for given in (name, strategy()):
         trainer = Trainer(accelerator="cpu", devices=1, strategy=given, logger=False, enable_checkpointing=False)
         assert type(trainer.strategy) is strategy
+
+
+def test_groups_of_hsdp_must_divide_the_ranks_and_are_those_of_a_machine_by_default(monkeypatch) -> None:
+    monkeypatch.setattr(HSDP, "world_size", 4)
+    monkeypatch.setattr(HSDP, "num_processes", 2)
+    assert HSDP().degrees() == {"replicate": 2, "shard": 2}
+    assert HSDP(shard_ranks=4).degrees() == {"replicate": 1, "shard": 4}
+    with pytest.raises(UserError, match=r"4 ranks do not divide into groups of shard_ranks 3; use one of 1, 2, 4"):
+        HSDP(shard_ranks=3).degrees()
