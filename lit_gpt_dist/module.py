@@ -251,7 +251,8 @@ class GPTModule(pl.LightningModule):
     def _whole_step(self, windows: Tensor) -> tuple[list[Tensor], Tensor]:
         """What Lightning drives hook by hook otherwise: each micro-batch's loss, and the gradient norm before clipping."""
         optimizer, trainer = self.trainer.optimizers[0], self.trainer
-        optimizer.zero_grad(set_to_none=True)
+        for parameter in parameters_of(optimizer):
+            parameter.grad = None  # as zero_grad does, which takes ten times as long to begin
         losses = self._accumulate(windows)
         loss = self._micro_loss(windows, len(windows) - 1)
         (loss / len(windows)).backward()
@@ -345,11 +346,10 @@ class GPTModule(pl.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        assert self.model is not None
         by_value = gradient_clip_algorithm == "value"
         in_update = bool(gradient_clip_val) and not by_value and clips_in_update(optimizer)
         limit = None if by_value or in_update else gradient_clip_val
-        self.gradient_norm = clip_by_global_norm(self.model.parameters(), limit)
+        self.gradient_norm = clip_by_global_norm(parameters_of(optimizer), limit)
         if in_update:
             clip_in_update(optimizer, self.gradient_norm, gradient_clip_val, self._clip_divisor)  # type: ignore[arg-type]
         if by_value:
@@ -374,6 +374,11 @@ class GPTModule(pl.LightningModule):
 
     test_step = validation_step
     on_test_epoch_end = on_validation_epoch_end
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All that it updates. (A module's ``parameters()`` walks through the module each time: 50 µs for a small one.)"""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def mean_loss(losses: list[Tensor]) -> Tensor:

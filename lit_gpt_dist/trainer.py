@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -29,6 +30,7 @@ STEP_METHODS = (
     *PARTS, "training_step", "on_train_batch_start", "optimizer_step", "backward", "optimizer_zero_grad", "lr_scheduler_step",
     "configure_gradient_clipping", "configure_optimizers",
 )  # fmt: skip
+TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 Hooks = list[Callable[..., Any]]
 
 
@@ -50,6 +52,7 @@ class StepLoop(_TrainingEpochLoop):
         self._on_end = overridden(self.trainer, "on_train_batch_end")
         self._leave_to_lightning = why_leave_to_lightning(self.trainer) is not None
         self._part_callbacks = part_callbacks(self.trainer)
+        self._transfers = transfers(self.trainer)
 
     def why_in_parts(self) -> str | None:
         """Why no step of the run can be a single call, or None."""
@@ -100,8 +103,8 @@ class StepLoop(_TrainingEpochLoop):
         index = self.batch_idx + 1
         self.batch_progress.is_last_batch = data_fetcher.done
         batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        for transfer in self._transfers:
+            batch = transfer(batch)
         self.batch_progress.increment_ready()
         return batch, index
 
@@ -139,6 +142,17 @@ def part_callbacks(trainer: Any) -> list[pl.Callback]:
     return [
         callback for callback in trainer.callbacks if any(is_overridden(name, callback, pl.Callback) for name in PARTS)
     ]
+
+
+def transfers(trainer: Any) -> Hooks:
+    """What brings a batch to the device: the hooks for it, of the module or the data module, that do something."""
+    selector, device = trainer._data_connector._datahook_selector, trainer.strategy.root_device
+    owners = {name: selector.get_instance(name) for name in TRANSFERS}
+    before, move, after = (getattr(owner, name) for name, owner in owners.items())
+    does = {name: is_overridden(name, owner, parent=DataHooks) for name, owner in owners.items()}
+    found: Hooks = [partial(before, dataloader_idx=0)] if does[TRANSFERS[0]] else []
+    found.append(partial(move, device=device, dataloader_idx=0))
+    return found + ([partial(after, dataloader_idx=0)] if does[TRANSFERS[2]] else [])
 
 
 def overridden(trainer: Any, name: str) -> Hooks:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lit_gpt_dist.optim.groups import is_fused
 
 
-def clip_by_global_norm(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+def clip_by_global_norm(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     """Scales the gradients so that their norm over the whole model is at most ``limit`` (None or 0: only measures).
 
     Call it after the reduction: then replicas hold equal gradients, shards add up, and the norm is the same everywhere.

@@ -73,6 +73,19 @@ class Manual(GPTModule):
         self.step_loss = torch.zeros(())
 
 
+class OwnTransfer(GPTModule):
+    """Sees a step's batch before it is moved, and changes it after."""
+
+    seen: list[str] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        OwnTransfer.seen.append(type(batch).__name__)
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return torch.zeros_like(batch)
+
+
 class EpochRates(GPTModule):
     rates: list[float] = []
 
@@ -88,6 +101,14 @@ def test_a_step_method_of_a_subclass_is_called_at_every_step() -> None:
     OwnStep.calls = 0
     fitted(OwnStep)
     assert OwnStep.calls == 6
+
+
+def test_hooks_around_the_transfer_of_a_batch_are_called_and_may_change_it() -> None:
+    OwnTransfer.seen, constant, usual = [], Outputs(), Outputs()
+    fitted(OwnTransfer, constant)
+    fitted(None, usual)
+    assert OwnTransfer.seen == ["StepBatch"] * 6
+    assert constant.losses[-1] < usual.losses[-1] - 1, "the same token again and again is soon known"
 
 
 def test_minus_one_before_a_step_ends_the_epoch() -> None:
