@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.job import Batches, Job
 from lit_gpt_dist.callbacks.recorder import find_recorder, not_training
-from lit_gpt_dist.module import mean_loss
+from lit_gpt_dist.recorded import mean_loss
 
 TRAINER, BARE, EAGER, COMPILED, FABRIC = NAMES = ("trainer", "bare", "eager", "compiled", "fabric")
 

@@ -4,12 +4,9 @@ Knows which micro-batches make a step; knows nothing of how strategies spread th
 """
 
 import hashlib
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -19,7 +16,7 @@ from torchmetrics import MeanMetric
 
 from lit_gpt_dist.checkpoint.initial import load_weights, shape_of_weights
 from lit_gpt_dist.errors import UserError
-from lit_gpt_dist.model.config import Activation, GPTConfig, Norm, Positions, preset
+from lit_gpt_dist.model.config import PRESETS, Activation, GPTConfig, Norm, Positions, preset
 from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.optim.config import FINE_TUNING_RATE, LEARNING_RATES, OptimConfig
 from lit_gpt_dist.optim.groups import make_adamw
@@ -29,22 +26,14 @@ from lit_gpt_dist.parallel.clip import (
     clip_divisor,
     clip_in_update,
     clips_in_update,
-    forget_scale,
 )
 from lit_gpt_dist.parallel.compile import Compile, compile_model, eagerly, one_kernel, resolve_compile
-from lit_gpt_dist.parallel.graph import (
-    DDP_WARMUP_STEPS,
-    WARMUP_STEPS,
-    StepGraph,
-    decide_graph,
-    make_capturable,
-    on_side_stream,
-    recording,
-)
+from lit_gpt_dist.parallel.graph import decide_graph, recording
 from lit_gpt_dist.parallel.recompute import Recompute, set_recompute
+from lit_gpt_dist.recorded import RecordedSteps, mean_loss, step_results
 
 
-class GPTModule(pl.LightningModule):
+class GPTModule(RecordedSteps):
     """A GPT in training.
 
     Args:
@@ -109,16 +98,11 @@ class GPTModule(pl.LightningModule):
         self.compile_option: Compile = compile
         self.compiled: str = "none"  # what ``auto`` came to
         self.graph_option = cuda_graph
-        self.graph_wanted = False
-        self.step_graph: StepGraph | None = None
-        self._graph_from = sys.maxsize  # no step is recorded until the graph is armed
         self.optim = optim or OptimConfig()
         self.seed = seed
         self.init_from = init_from
         self.model: GPT | None = None
-        self.step_loss: Tensor | None = None  # mean loss of this rank's last step, a scalar on the device
         self.continued_run: str | None = None  # the folder of the run whose checkpoint was loaded
-        self.gradient_norm: Tensor | None = None  # before clipping, over all ranks
         self.norm_watcher: Callable[[Optimizer, Tensor], None] | None = None  # told each norm before the update
         self.validation_loss = MeanMetric()
 
@@ -167,7 +151,7 @@ class GPTModule(pl.LightningModule):
         needed = self.trainer.datamodule.vocabulary.size  # type: ignore[attr-defined]
         if self.init_from:
             return self.config  # the vocabulary is compared when the weights are loaded
-        fixed = self.shape["vocab_size"] or ("vocab_size" in preset_fields(self.size) and self.config.vocab_size)
+        fixed = self.shape["vocab_size"] or ("vocab_size" in PRESETS[self.size] and self.config.vocab_size)
         if fixed and fixed < needed:
             raise UserError(
                 f"the corpus has a vocabulary of {needed}, but the model's is {fixed}; use --model.vocab_size {needed} or more"
@@ -238,16 +222,6 @@ class GPTModule(pl.LightningModule):
         self.step_loss = mean_loss([*losses, loss.detach()])
         return loss / len(windows)
 
-    def take_step(self, windows: Tensor) -> Tensor:
-        """A whole optimizer step in one call, recorded or not; its loss. Nobody is told of its parts."""
-        if self.in_graph:
-            if self.step_graph is None:
-                self.step_graph = StepGraph(self._recorded_step, windows)
-            return self._replay(windows)
-        losses, self.gradient_norm = self._whole_step(windows)
-        self.step_loss = mean_loss(losses)
-        return self.step_loss
-
     def _whole_step(self, windows: Tensor) -> tuple[list[Tensor], Tensor]:
         """What Lightning drives hook by hook otherwise: each micro-batch's loss, and the gradient norm before clipping."""
         optimizer, trainer = self.trainer.optimizers[0], self.trainer
@@ -285,60 +259,9 @@ class GPTModule(pl.LightningModule):
         key = f"{self.seed}/{self.trainer.global_step}/{micro_batch}".encode()
         torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:7], "little"))
 
-    # ---- the same step as a CUDA graph ----------------------------------------------------------------------------
-
-    def on_train_start(self) -> None:
-        self.arm_graph()
-
-    def arm_graph(self) -> None:
-        """Some steps one by one from here on, then a new recording: also after a rollback, for what was recorded reads the
-        moments and the rate where they lay before."""
-        self.step_graph = None
-        warmup = DDP_WARMUP_STEPS if self.trainer.strategy.name == "ddp" else WARMUP_STEPS  # type: ignore[attr-defined]
-        self._graph_from = self.trainer.global_step + warmup
-        if self.graph_wanted:
-            make_capturable(self.trainer.optimizers[0], self.device)
-
-    @property
-    def in_graph(self) -> bool:
-        """Whether the next step is a replay: then no hook is called between its parts."""
-        return self.graph_wanted and self.trainer.global_step >= self._graph_from
-
-    @property
-    def recorded_at(self) -> int | None:
-        """The step that is recorded, with the first replay; None where none will be."""
-        return self._graph_from + 1 if self.graph_wanted else None
-
-    def on_train_end(self) -> None:
-        for optimizer in self.trainer.optimizers:
-            forget_scale(optimizer)
-        self.step_graph = None  # Lightning moves the model to the CPU next; a replay after that would crash
-
-    def on_exception(self, exception: BaseException) -> None:
-        self.step_graph = None
-        for optimizer in self.trainer.optimizers:
-            forget_scale(optimizer)
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
-    ) -> None:
-        """Lightning's own. On a side stream where steps will be recorded: what autograd keeps must not belong to the default
-        one."""
-        with on_side_stream(self.device) if self.graph_wanted else nullcontext():
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-
-    def _recorded_step(self, windows: Tensor) -> Tensor:
-        return self._step_results(*self._whole_step(windows))
-
-    def _replay(self, windows: Tensor) -> Tensor:
-        assert self.step_graph is not None
+    def _before_replay(self) -> None:
         if self.config.dropout > 0:
             self._seed_dropout(0, 1)
-        self.trainer.strategy.before_replay()  # type: ignore[attr-defined]
-        self.step_graph.replay(windows)
-        # a copy: the next replay writes its results to the same place
-        self.step_loss, self.gradient_norm = self.step_graph.results.clone().unbind()
-        return self.step_loss
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Lightning would zero between ``training_step`` and its backward, and lose all micro-batches but the last."""
@@ -379,23 +302,3 @@ class GPTModule(pl.LightningModule):
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """All that it updates. (A module's ``parameters()`` walks through the module each time: 50 µs for a small one.)"""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def mean_loss(losses: list[Tensor]) -> Tensor:
-    """Mean of scalars, in fp64: a curve is compared to 1e-6, and fp32 near 4 has steps of 5e-7."""
-    if losses[0].device.type == "mps":  # has no fp64
-        return torch.stack(losses).mean()
-    if len(losses) == 1:
-        return losses[0].double()
-    return torch.stack([loss.double() for loss in losses]).mean()
-
-
-def step_results(losses: list[Tensor], norm: Tensor) -> Tensor:
-    """(2,) in fp64: mean of the micro-batches' losses, and the gradient norm."""
-    return torch.stack([mean_loss(losses), norm.double()])
-
-
-def preset_fields(size: str) -> dict[str, Any]:
-    from lit_gpt_dist.model.config import PRESETS
-
-    return PRESETS[size]

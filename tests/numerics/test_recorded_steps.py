@@ -16,6 +16,7 @@ from helpers.training import Run, build, full_parameters
 from torch import Tensor
 
 from lit_gpt_dist import module as module_file
+from lit_gpt_dist import recorded as recorded_file
 from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
 from lit_gpt_dist.callbacks.recorder import StepRecorder
 from lit_gpt_dist.parallel import replicated
@@ -71,10 +72,10 @@ def trained(
     """Losses, weights, what the hooks saw, and the last validation loss."""
     with pytest.MonkeyPatch.context() as patch:
         if recorded:
-            patch.setattr(module_file, "StepGraph", CalledAgain)
+            patch.setattr(recorded_file, "StepGraph", CalledAgain)
             patch.setattr(module_file, "decide_graph", lambda *_: True)
-            patch.setattr(module_file, "make_capturable", lambda *_: None)
-            for file in (module_file, replicated):
+            patch.setattr(recorded_file, "make_capturable", lambda *_: None)
+            for file in (recorded_file, replicated):
                 patch.setattr(file, "on_side_stream", lambda *_: nullcontext())
         recorder, hooks = StepRecorder(), Hooks(wants_parts)
         trainer, module, data = build(run, recorder, hooks, CheckpointCallback(every_n_steps=20), folder=folder)
