@@ -75,7 +75,7 @@ def from_anywhere(options: Namespace) -> Namespace:
     """The options with whole paths, and the checkpoint that ``last`` meant: the file must run again from any folder."""
     kept = options.clone()
     kept.trainer.default_root_dir = str(Path(kept.trainer.default_root_dir).resolve())
-    for group, name in (("data", "corpus"), ("model", "init_from")):
+    for group, name in (("data", "corpus"), ("data", "val_corpus"), ("model", "init_from")):
         value = kept[group].get(name)
         if value and Path(value).exists():
             kept[group][name] = str(Path(value).resolve())
@@ -141,7 +141,12 @@ class TrainingCLI(LightningCLI):
         check_seed(self.options.seed_everything)
         path = self.options.get("ckpt_path")
         if path and Path(path).is_file():
-            raise UserError(f"checkpoint {path} is a file, but checkpoints here are folders; give the folder, or last")
+            if self.config["subcommand"] == "fit":
+                raise UserError(
+                    f"checkpoint {path} is a file, but training goes on from a folder; give the folder, or last, or start "
+                    f"from the file's weights with --model.init_from {path}"
+                )
+            self.options.model.init_from, self.options.ckpt_path = str(path), None
 
     @property
     def options(self) -> Namespace:
@@ -217,7 +222,9 @@ class TrainingCLI(LightningCLI):
             chosen["ckpt_path"] = self.options.ckpt_path = find.resolve(asked, root, tag)
             if subcommand == "fit" and chosen["ckpt_path"] is None and global_rank() == 0 and not self.options.quiet:
                 print(f"{find.none_yet(root, tag)}: starting from step 0")
-        if subcommand != "fit" and not chosen.get("ckpt_path"):
+        if subcommand == "fit" and chosen.get("ckpt_path"):
+            self._keep_global_batch(Path(chosen["ckpt_path"]), tag)
+        if subcommand != "fit" and not chosen.get("ckpt_path") and not self.options.model.init_from:
             why = f", and there is {find.none_yet(root, tag)}" if asked else ""
             raise UserError(f"{subcommand} needs weights{why}; give --ckpt_path last or --ckpt_path PATH")
         super()._run_subcommand(subcommand)
@@ -225,6 +232,13 @@ class TrainingCLI(LightningCLI):
             finish(self.trainer, self.options)
         else:
             say_loss(self.trainer)
+
+    def _keep_global_batch(self, path: Path, tag: str | None) -> None:
+        """A resumed run keeps its global batch where nobody gives one: this decides its curve, not the number of devices."""
+        given = self.options.data.global_batch or self.options.trainer.accumulate_grad_batches > 1
+        saved = find.peek(path, tag).get("lightning", {}).get(GPTDataModule.__qualname__, {}).get("global_batch")
+        if not given and isinstance(saved, int):
+            self.datamodule.global_batch = self.options.data.global_batch = saved
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         own_words = {} if subcommand == "fit" else {"verbose": False}  # ``say_loss`` instead of Lightning's table

@@ -60,7 +60,13 @@ def generate_tokens(
 def choose(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> int:
-    """One token from ``logits`` (V,)."""
+    """One token from ``logits`` (V,).
+
+    Raises:
+        UserError: they are not finite.
+    """
+    if not torch.isfinite(logits).all():
+        raise UserError("the model's output is not finite, so its weights are not; take an earlier checkpoint")
     if temperature == 0:
         return int(logits.argmax())
     scaled = logits.float() / temperature

@@ -84,13 +84,14 @@ class GPTModule(RecordedSteps):
     ) -> None:
         super().__init__()
         self.config: GPTConfig
+        self.init_vocabulary: str | None = None  # JSON, of the weights to start from
         self.size = size or ("baby" if torch.cuda.is_available() else "tiny")
         self.shape = dict(
             context=context, vocab_size=vocab_size, layers=layers, heads=heads, kv_heads=kv_heads, width=width,
             ff_width=ff_width, norm=norm, positions=positions, activation=activation, tied=tied, bias=bias, dropout=dropout,
         )  # fmt: skip
         if init_from:
-            self.config = shape_of_weights(init_from, size, self.shape)
+            self.config, self.init_vocabulary = shape_of_weights(init_from, size, self.shape)
             self.size = size or "custom"
         else:
             self.config = preset(self.size, **self.shape)  # the vocabulary may still come from the corpus

@@ -17,6 +17,7 @@ from lit_gpt_dist.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, RunStopp
 
 # what gloo and NCCL say on the ranks that were talking to one that ended: never the cause
 LOST_PARTNER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process (exited|has terminated)")
+PARENT_VARIABLE = "LIT_GPT_DIST_PARENT"  # tells them which process started them: it may end while they import
 RUN_VARIABLE = "LIT_GPT_DIST_RUN"  # tells the processes that Lightning starts which name the first one chose
 
 
@@ -53,13 +54,14 @@ def started_by_lightning() -> bool:
 
 
 def end_with_parent() -> None:
-    """In a rank that Lightning started: end when the process that started it is gone, however it went."""
+    """In a rank that Lightning started: end when the process that started it is gone, however it went, and be it before now."""
     if not started_by_lightning():
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
         return
-    parent = os.getppid()
+    parent = os.environ.get(PARENT_VARIABLE, str(os.getppid()))
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while str(os.getppid()) == parent:
             time.sleep(1)
         os._exit(EXIT_FAILURE)
 

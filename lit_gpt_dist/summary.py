@@ -98,8 +98,11 @@ def say_loss(trainer: Any) -> None:
     """After ``validate`` and ``test``: the one figure that was asked for, as it can be read by a script too."""
     if trainer.is_global_zero:
         loss, perplexity = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "perplexity"))
-        weights, corpus = trainer.strategy.loaded_from, trainer.datamodule.corpus.name
-        print(f"loss {loss:.4f} nats per token, perplexity {perplexity:.3f}: {weights} on {corpus}")
+        weights = trainer.strategy.loaded_from or trainer.lightning_module.init_from
+        windows, data = trainer.val_dataloaders or trainer.test_dataloaders, trainer.datamodule
+        corpus = data.val_corpus_path or data.corpus.name
+        seen = f" ({windows.windows:,} windows)" if hasattr(windows, "windows") else ""
+        print(f"loss {loss:.4f} nats per token, perplexity {perplexity:.3f}: {weights} on {corpus}{seen}")
 
 
 def next_commands(trainer: Any, weights: Path | None) -> list[str]:
@@ -158,6 +161,6 @@ def show_sample(console: Console, weights: Path, options: Any, device: Any) -> N
         for piece in stream_text(model, vocabulary, options.sample_prompt, options.sample_tokens):
             sys.stdout.write(piece)
     except UserError as mistake:  # a prompt outside the vocabulary must not spoil a finished run
-        console.print(f"no sample: {mistake}")
+        console.print(f"no sample: {mistake}", soft_wrap=True)
     print()
     console.rule()

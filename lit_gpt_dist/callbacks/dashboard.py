@@ -9,9 +9,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from lit_gpt_dist.callbacks.notices import tell
 from lit_gpt_dist.callbacks.phases import PHASES, is_sharded
 from lit_gpt_dist.callbacks.recorder import find_recorder, not_training
 from lit_gpt_dist.data.tokenizers import StreamDecoder
+from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.generate import choose
 from lit_gpt_dist.parallel.compile import eagerly
 
@@ -62,7 +64,11 @@ class Dashboard(pl.Callback):
         if not (is_sharded(module) or trainer.is_global_zero):
             return  # a replica needs nobody
         with not_training(trainer, "sampling"):
-            text = sample(trainer, module, self.sample_tokens)
+            try:
+                text = sample(trainer, module, self.sample_tokens)
+            except UserError as mistake:  # on all ranks alike; a decoration must not end a run
+                tell(trainer, f"no sample: {mistake}")
+                return
             writer = events(trainer)
             if writer is not None:
                 writer.add_text("val/sample", as_code(text), trainer.global_step)

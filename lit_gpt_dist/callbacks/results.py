@@ -21,6 +21,8 @@ from lit_gpt_dist.callbacks.recorder import GIB, find_recorder
 from lit_gpt_dist.callbacks.utilization import utilization
 from lit_gpt_dist.errors import RunStopped
 
+SHAPE = ("layers", "heads", "kv_heads", "width", "ff_width", "norm", "positions", "activation", "tied", "bias")
+
 
 class ResultsWriter(pl.Callback):
     """Appends the line to ``<default_root_dir>/results.jsonl`` on rank 0.
@@ -70,6 +72,8 @@ class ResultsWriter(pl.Callback):
             "global_batch": plan.global_batch,
             "context": trainer.datamodule.context,
             "vocab": module.config.vocab_size,
+            "dropout": module.config.dropout,
+            "shape": {name: value for name, value in module.config.to_dict().items() if name in SHAPE},
             "params": module.config.parameters(),
             "tokens_per_step": tokens,
             "start": recorder.start,
@@ -96,9 +100,16 @@ class ResultsWriter(pl.Callback):
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": self.command,
             "run_dir": str(trainer.run_dir),
+            "config": saved_config(trainer),
             **self.extra,
             "losses": recorder.losses,
         }
+
+
+def saved_config(trainer: Any) -> str | None:
+    """The run's whole configuration, which ``report`` compares; None where there is no such file, as in a script."""
+    path = trainer.run_dir / "config.yaml" if trainer.run_dir != Path(trainer.default_root_dir) else None
+    return str(path.resolve()) if path is not None and path.is_file() else None
 
 
 def peak_memory(trainer: Any) -> dict[str, float | None]:

@@ -152,6 +152,15 @@ def resolve(value: str | Path, root: Path, tag: str | None = None) -> str | None
     return str(path)
 
 
+def peek(path: Path, tag: str | None = None) -> Document:
+    """The document of the checkpoint that ``path`` most likely means, before a run knows enough to choose: of ``…/last`` the newest
+    of the tag. Verifies nothing."""
+    if path.name != layout.LAST:
+        return Found(path, None).document
+    own = [found for found in list_checkpoints(path.parent) if tag is None or of_tag(tag)(found.document)]
+    return own[-1].document if own else {}
+
+
 def none_yet(root: Path, tag: str | None) -> str:
     """Why ``last`` is nothing: a line's beginning, and the newest of other tags where there is one."""
     others = list_checkpoints(root)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_gpt_dist.checkpoint.weights import open_source, open_weights
@@ -13,14 +14,14 @@ from lit_gpt_dist.model.config import PRESETS, GPTConfig, preset
 FREE = ("dropout",)  # what training may choose without changing a weight's meaning
 
 
-def shape_of_weights(path: str, size: str | None, overrides: dict[str, Any]) -> GPTConfig:
-    """The configuration of the weights at ``path``, with the dropout asked for.
+def shape_of_weights(path: str, size: str | None, overrides: dict[str, Any]) -> tuple[GPTConfig, str | None]:
+    """The configuration of the weights at ``path``, with the dropout asked for, and their vocabulary (JSON) if they carry one.
 
     Raises:
         UserError: a size or shape was given too, and it is another one.
     """
-    config = open_source(path).config
-    found = config.to_dict()
+    source = open_source(path)
+    found = source.config.to_dict()
     given = {name: value for name, value in overrides.items() if value is not None and name not in FREE}
     if size is not None:
         named = preset(size).to_dict()
@@ -30,7 +31,7 @@ def shape_of_weights(path: str, size: str | None, overrides: dict[str, Any]) -> 
             raise UserError(
                 f"{name} is {value}, but {found[name]} in {path}; leave --model.{name} and --model.size out"
             )
-    return GPTConfig(**{**found, "dropout": overrides.get("dropout") or 0.0})  # type: ignore[arg-type]
+    return GPTConfig(**{**found, "dropout": overrides.get("dropout") or 0.0}), source.vocabulary  # type: ignore[arg-type]
 
 
 def load_weights(model: nn.Module, path: str, vocabulary: Any, assign: Callable[[Tensor, Tensor], None]) -> None:
@@ -46,6 +47,8 @@ def load_weights(model: nn.Module, path: str, vocabulary: Any, assign: Callable[
     config, document, tensors = open_weights(path)
     if document is not None:
         check_vocabulary(path, document, vocabulary)
+    else:
+        rank_zero_warn(f"{path} carries no vocabulary: whether its tokens mean what the corpus's do cannot be checked")
     if vocabulary.size > config.vocab_size:
         raise UserError(
             f"the corpus has a vocabulary of {vocabulary.size}, but {path} has {config.vocab_size} rows; "
@@ -65,5 +68,5 @@ def check_vocabulary(path: str, document: str, vocabulary: Any) -> None:
     if own.digest != vocabulary.digest:
         raise UserError(
             f"the vocabulary of {path} ({own.kind} of {own.size}) is not the corpus's ({vocabulary.kind} of "
-            f"{vocabulary.size}); prepare the corpus with the vocabulary of the weights (--data.tokenizer)"
+            f"{vocabulary.size}); leave --data.tokenizer out, or prepare the corpus with the vocabulary of the weights"
         )

@@ -5,6 +5,7 @@ It comes from text (tokenised in memory at start) or from a folder made by ``lit
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from lit_gpt_dist.data.sources import find_text, read_pieces
 from lit_gpt_dist.data.stream import TokenStream, open_shard
 from lit_gpt_dist.data.tokenizers import (
+    VOCABULARY_FILE,
     CharVocabulary,
     Tokens,
     Vocabulary,
@@ -25,7 +27,7 @@ from lit_gpt_dist.data.tokenizers import (
 )
 from lit_gpt_dist.errors import UserError
 
-CORPUS_FILE, VOCABULARY_FILE = "corpus.json", "vocabulary.json"
+CORPUS_FILE = "corpus.json"
 FORMAT_VERSION = 1
 MAX_VALIDATION_TOKENS = (
     10_000_000  # a loss over so many tokens is known to about 0.001; more would only be lost to training
@@ -73,18 +75,20 @@ class Corpus:
         return self.tokens.view(0, border), self.tokens.view(border, len(self))
 
 
-def load_corpus(path: str | None, tokenizer: str | None = None) -> Corpus:
+def load_corpus(path: str | None, tokenizer: str | None = None, usual: Vocabulary | None = None) -> Corpus:
     """The corpus at ``path`` (see ``find_text``), or a folder made by ``lit-gpt-dist prepare``.
 
-    ``tokenizer`` of None: a prepared folder's own; ``byte`` for the standard library, because the characters in
-    it differ between Python versions and a model should fit all of them; ``char`` for any other text.
+    ``tokenizer`` of None: a prepared folder's own; else ``usual``, where given; else ``byte`` for the standard library, because
+    the characters in it differ between Python versions and a model should fit all of them; ``char`` for any other text.
 
     Raises:
         UserError: nothing there, empty, not UTF-8, or a tokenizer that does not fit.
     """
-    if path is not None and (Path(path).expanduser() / CORPUS_FILE).is_file():
+    if path and os.path.isfile(Path(path).expanduser() / CORPUS_FILE):
         return _prepared(Path(path).expanduser(), tokenizer)
     source = find_text(path)
+    if tokenizer is not None:
+        usual = None
     tokenizer = tokenizer or ("byte" if path is None else "char")
     if tokenizer == "bpe":
         raise UserError(
@@ -94,7 +98,7 @@ def load_corpus(path: str | None, tokenizer: str | None = None) -> Corpus:
     pieces = list(read_pieces(source.files, skip_unreadable=path is None))
     if not any(pieces):
         raise UserError(f"corpus {path or source.name} is empty; give a text of some thousand characters")
-    vocabulary = fixed_vocabulary(tokenizer) or char_vocabulary(pieces)
+    vocabulary = usual or fixed_vocabulary(tokenizer) or char_vocabulary(pieces)
     dropped: Counter[str] = Counter()
     tokens = np.concatenate(list(encode_pieces(pieces, vocabulary, dropped, allow_drops=tokenizer.startswith("char:"))))
     if not len(tokens):

@@ -24,7 +24,7 @@ from lit_gpt_dist.data.loaders import (
     torch_tokens,
 )
 from lit_gpt_dist.data.stream import TokenStream
-from lit_gpt_dist.data.tokenizers import Vocabulary
+from lit_gpt_dist.data.tokenizers import Vocabulary, vocabulary_from_json
 from lit_gpt_dist.data.windows import BatchPlan, plan_batch, usual_micro
 from lit_gpt_dist.errors import UserError
 
@@ -38,12 +38,13 @@ class GPTDataModule(lightning.LightningDataModule):
 
     Args:
         corpus: UTF-8 file, folder or glob, or a folder made by `prepare`; default: the Python standard library's sources
-        tokenizer: char, char:ru-en, byte or a tokenizer.json; default: the prepared folder's own, byte for the default corpus, else char
+        tokenizer: char, char:ru-en, byte, a tokenizer.json or a prepared folder; default: the prepared corpus's own or that of the weights to start from, else byte for the default corpus and char for others
         global_batch: windows per optimizer step; default: micro_batch × accumulate_grad_batches × data ranks
         micro_batch: windows a device forwards at once; default: 64 for models under 20M parameters, else 16, or what divides
         context: tokens a window feeds; default: the model's context
         draw: random windows with replacement, or each window of a shuffled epoch once
         val_fraction: share of the corpus cut off its end for validation, at most 10 million tokens; 0: no validation
+        val_corpus: another text or prepared folder to validate on, with the same vocabulary; all of the corpus is then trained on
         val_windows: windows of one validation at most, spread evenly over the validation part
         val_micro_batch: windows a device forwards at once in validation; default: micro_batch
         seed: selects, with the step, the windows of a global batch
@@ -60,6 +61,7 @@ class GPTDataModule(lightning.LightningDataModule):
         context: int | None = None,
         draw: Draw = "random",
         val_fraction: float = 0.1,
+        val_corpus: str | None = None,
         val_windows: int = 1024,
         val_micro_batch: int | None = None,
         seed: int = 1337,
@@ -83,6 +85,7 @@ class GPTDataModule(lightning.LightningDataModule):
         self.global_batch, self.micro_batch, self.val_micro_batch = global_batch, micro_batch, val_micro_batch
         self.context_option, self.draw, self.seed = context, draw, seed
         self.val_fraction, self.val_windows = val_fraction, val_windows
+        self.val_corpus_path = val_corpus
         self.on_device, self.workers = on_device, workers
         self._corpus: Corpus | None = None
         self._accumulate: int | None = None  # the Trainer's accumulate_grad_batches, once absorbed
@@ -122,7 +125,8 @@ class GPTDataModule(lightning.LightningDataModule):
     def describe_corpus(self) -> str:
         """One line for the start of a run."""
         corpus, kind = self.corpus, f"{self.vocabulary.kind}, vocabulary {self.vocabulary.size}"
-        parts = f"{len(self._train):,} tokens to train, {len(self._validation):,} to validate"
+        apart = f" in {self.val_corpus_path}" if self.val_corpus_path else ""
+        parts = f"{len(self._train):,} tokens to train, {len(self._validation):,} to validate{apart}"
         dropped = sum(corpus.dropped.values())
         note = f", {dropped:,} characters outside the vocabulary dropped" if dropped else ""
         skipped = f", {corpus.skipped:,} files or folders skipped (prepare names them)" if corpus.skipped else ""
@@ -157,6 +161,7 @@ class GPTDataModule(lightning.LightningDataModule):
                 "number of data ranks": self.plan.ranks,
                 "way to draw": get_args(Draw).index(self.draw),
                 "training part": len(self._train),
+                "validation part": len(self._validation),
             },
         )
         if self._saved is not None:
@@ -166,7 +171,9 @@ class GPTDataModule(lightning.LightningDataModule):
         if len(self._validation):
             return
         if stage != "fit":
-            raise UserError(f"val_fraction 0 leaves no windows to {stage} on; use for example --data.val_fraction 0.1")
+            raise UserError(
+                f"val_fraction 0 leaves no windows to {getattr(stage, 'value', stage)} on; use for example --data.val_fraction 0.1"
+            )
         trainer.limit_val_batches = 0  # else Lightning warns of an empty loader at every start
 
     def _trainer(self) -> lightning.Trainer:
@@ -176,9 +183,12 @@ class GPTDataModule(lightning.LightningDataModule):
 
     def _load(self, trainer: lightning.Trainer) -> None:
         if self._corpus is None:
-            self._corpus = load_corpus(self.corpus_path, self.tokenizer)
+            weights = getattr(trainer.lightning_module, "init_vocabulary", None)  # of the weights to start from
+            self._corpus = load_corpus(self.corpus_path, self.tokenizer, weights and vocabulary_from_json(weights))
         context = self._context_beside(getattr(trainer.lightning_module, "context", None))
-        self._train, self._validation = self._corpus.split(self.val_fraction, context)
+        self._train, self._validation = self._corpus.split(0.0 if self.val_corpus_path else self.val_fraction, context)
+        if self.val_corpus_path:
+            self._validation = self._validation_apart(self.val_corpus_path, context)
         if trainer.accumulate_grad_batches > 1:
             # one batch of the loader is one optimizer step: accumulation happens inside it, not in the Trainer's loop
             self._accumulate, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
@@ -191,6 +201,16 @@ class GPTDataModule(lightning.LightningDataModule):
         repeat = steps_to_overfit(trainer)
         self._source = StepSource(plan, self.draw, self.seed, context, len(self._train), self._data_rank, repeat)
         self._place(trainer.strategy.root_device)
+
+    def _validation_apart(self, path: str, context: int) -> TokenStream:
+        """A whole corpus to validate on, in the vocabulary of the one that is trained on."""
+        other = load_corpus(path, usual=self.vocabulary)
+        if other.vocabulary != self.vocabulary:
+            raise UserError(
+                f"val_corpus {path} was prepared with another vocabulary ({other.vocabulary.kind} of {other.vocabulary.size}) than "
+                f"{self.corpus.name} ({self.vocabulary.kind} of {self.vocabulary.size}); give the text, or prepare both alike"
+            )
+        return other.split(0.0, context)[0]
 
     def _context_beside(self, of_model: int | None) -> int:
         context = self.context_option or of_model
@@ -254,7 +274,7 @@ class GPTDataModule(lightning.LightningDataModule):
 
     def _gather(self, part: TokenStream, starts: Tensor, device: torch.device) -> Tensor:
         """Windows of a part at ``starts`` (any shape): (*starts.shape, context + 1) int64 on ``device``."""
-        if not self._gather_on_device:
+        if not self._gather_on_device or (self.val_corpus_path and part is self._validation):
             return torch_tokens(part.gather(starts.numpy(), self.context + 1)).to(device).long()
         if self._device_tokens is None or self._device_tokens.device != device:
             self._device_tokens = torch_tokens(self.corpus.tokens.to_numpy()).to(device)
@@ -312,6 +332,8 @@ class GPTDataModule(lightning.LightningDataModule):
             "draw": "the windows come in another order, and some may come again",
             "seed": "the windows come in another order, and some may come again",
         }
+        if self._trainer().state.fn != "fit":
+            return  # nothing is continued
         for name, meaning in meanings.items():
             if saved and saved.get(name) != now[name]:
                 rank_zero_warn(f"{name} was {saved.get(name)} in the checkpoint and is {now[name]} now: {meaning}.")

@@ -87,7 +87,7 @@ def _input_files(inputs: list[str], out: Path) -> tuple[list[Path], dict[str, li
     left_out: dict[Path, str] = {}
     seen: set[Path] = set()
     for path in inputs:
-        if (Path(path).expanduser() / CORPUS_FILE).is_file():
+        if os.path.isfile(Path(path).expanduser() / CORPUS_FILE):
             raise UserError(f"{path} is a prepared corpus, not text; give the text it was made from")
         text = find_text(path)
         left_out |= text.skipped

@@ -41,7 +41,11 @@ def find_text(path: str | None) -> TextFiles:
     """
     if path is None:
         return TextFiles("Python standard library", tuple(_library_sources()))
+    if not path.strip():
+        raise UserError(f"corpus {path!r} names nothing; give a text, a folder, a glob, or leave the option out")
     expanded = Path(path).expanduser()
+    if os.path.isdir(expanded) and not os.access(expanded, os.R_OK | os.X_OK):
+        raise UserError(f"folder {path} cannot be read (permission denied); check its permissions")
     if expanded.is_file():
         return TextFiles(expanded.name, (expanded,))
     if expanded.is_dir():

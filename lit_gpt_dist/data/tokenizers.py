@@ -24,7 +24,8 @@ _ENGLISH = "abcdefghijklmnopqrstuvwxyz"
 PRESET_CHARACTERS = {
     "ru-en": "".join(sorted(_RUSSIAN + _RUSSIAN.upper() + _ENGLISH + _ENGLISH.upper() + "0123456789 \n.,:;!?-—«»()")),
 }
-TOKENIZER_NAMES = "char, char:ru-en, byte, bpe, or the path of a tokenizer.json"
+TOKENIZER_NAMES = "char, char:ru-en, byte, bpe, or the path of a tokenizer.json or of a prepared folder"
+VOCABULARY_FILE = "vocabulary.json"  # of a prepared folder
 
 
 class Vocabulary(ABC):
@@ -184,6 +185,8 @@ def fixed_vocabulary(name: str) -> Vocabulary | None:
             raise UserError(f"character set {preset!r} is not one of {', '.join(PRESET_CHARACTERS)}; use char:ru-en")
         return CharVocabulary(PRESET_CHARACTERS[preset])
     path = Path(name).expanduser()
+    if (path / VOCABULARY_FILE).is_file():
+        path = path / VOCABULARY_FILE
     if not path.is_file():
         raise UserError(f"tokenizer {name!r} is neither a known name nor a file; use {TOKENIZER_NAMES}")
     return read_tokenizer_file(path)

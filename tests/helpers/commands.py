@@ -57,7 +57,7 @@ def here(*arguments: str) -> Ended:
     return Ended(code, out.getvalue(), err.getvalue())
 
 
-def forked(*arguments: str, cwd: Path | None = None, timeout_seconds: float = 120) -> Ended:
+def forked(*arguments: str, cwd: Path | None = None, timeout_seconds: float = 120, **environment: str) -> Ended:
     """The command in a process of its own that has imported the libraries already: for what takes one process only, and must
     not share this one's folder, threads or terminal."""
     context = multiprocessing.get_context("forkserver")
@@ -65,7 +65,7 @@ def forked(*arguments: str, cwd: Path | None = None, timeout_seconds: float = 12
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, name) for name in ("out", "err")]
         process = context.Process(
-            target=_command_main, args=(arguments, cwd or Path.cwd(), clean_environment(), *paths)
+            target=_command_main, args=(arguments, cwd or Path.cwd(), clean_environment(**environment), *paths)
         )
         process.start()
         process.join(timeout_seconds)

@@ -106,10 +106,16 @@ def test_planted_faults_are_different_runs_with_their_cause(tmp_path, environmen
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_a_bench_stopped_half_way_leaves_no_process_and_goes_on_later(tmp_path, environment):
-    words = [*BENCH, "--strategies", "single,ddp", "--devices", "1", "--rounds", "1", "--root", str(tmp_path / "b")]
+    hold = tmp_path / "hold"
+    hold.touch()
+    words = [
+        *BENCH, "--strategies", "single,ddp", "--devices", "1", "--rounds", "1", "--root", str(tmp_path / "b"),
+        "--", "--trainer.callbacks+=helpers.faults.Hold", "--trainer.callbacks.file", str(hold),
+    ]  # fmt: skip
+    python_path = f"{REPOSITORY}:{REPOSITORY / 'tests'}"
     bench = subprocess.Popen(
         [sys.executable, "-m", "lit_gpt_dist", *words],
-        **dict(env={**environment, "PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path, stdout=subprocess.PIPE, text=True),
+        **dict(env={**environment, "PYTHONPATH": python_path}, cwd=tmp_path, stdout=subprocess.PIPE, text=True),
     )
     results = tmp_path / "b" / "results.jsonl"
     try:
@@ -122,7 +128,8 @@ def test_a_bench_stopped_half_way_leaves_no_process_and_goes_on_later(tmp_path, 
     assert "the same command goes on" in out
     wait_until(lambda: not processes_below(tmp_path))
     assert [json.loads(line)["mode"] for line in results.read_text().splitlines()] == ["single"]
-    again = call(words, tmp_path)
+    hold.unlink()
+    again = forked(*words, cwd=tmp_path, timeout_seconds=200, PYTHONPATH=python_path)
     assert again.code == 0, again.out + again.err
     assert "1 of them from an earlier call" in again.out
     assert [json.loads(line)["mode"] for line in results.read_text().splitlines()] == ["single", "ddp"]

@@ -96,6 +96,19 @@ def test_a_new_run_starts_from_given_weights_and_refuses_others(text: Path, tmp_
     first, second = results(tmp_path)
     assert second["start"] == 0
     assert second["val_loss"] == pytest.approx(first["val_loss"], abs=1e-4), validated.text
+    for option in ("--model.init_from", "--ckpt_path"):
+        one = here(
+            "validate", *SMALL[:2], "--data.corpus", str(text), "--data.val_windows", "16", "--trainer.default_root_dir",
+            str(tmp_path), option, weights,
+        )  # fmt: skip
+        assert one.code == 0, one.text
+        assert f"loss {first['val_loss']:.4f} nats per token" in one.out
+        assert f"{weights} on {text.name} (16 windows)" in one.out
+    few = tmp_path / "few.txt"
+    few.write_text("the same\n" * 200)  # fewer characters than the weights know
+    options = ["--data.corpus", str(few), "--model.init_from", weights, "--trainer.default_root_dir", str(tmp_path)]
+    assert here("fit", *SMALL, *options, "--tag", "few").code == 0
+    assert results(tmp_path)[-1]["vocab"] == first["vocab"]
     common = [
         "fit",
         *SMALL,

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def test_kill_9_of_either_rank_leaves_no_orphan(launcher: str, killed: int, text
         os.kill(pids[killed], signal.SIGKILL)
         assert process.wait(timeout=60) != 0
         assert gone_within(PATIENCE_SECONDS, str(tmp_path)), "a process lives on"
+
+
+def test_a_rank_whose_parent_ended_while_it_was_importing_ends_too() -> None:
+    program = "import time; from lit_gpt_dist.runs import run_rank; run_rank(lambda: time.sleep(60), list)"
+    ended = run(sys.executable, "-c", program, LOCAL_RANK="1", LIT_GPT_DIST_PARENT="1234567", timeout_seconds=50)
+    assert ended.code == 1, ended.text
 
 
 def wait_for(file: Path, seconds: float = 90) -> int:

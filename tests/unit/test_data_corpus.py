@@ -1,3 +1,4 @@
+import os
 import pickle
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from lit_gpt_dist.data import sources
 from lit_gpt_dist.data.corpus import load_corpus
 from lit_gpt_dist.data.sources import find_text, read_pieces
 from lit_gpt_dist.data.stream import TokenStream, open_shard
+from lit_gpt_dist.data.tokenizers import CharVocabulary
 from lit_gpt_dist.errors import UserError
 
 
@@ -95,6 +97,30 @@ def test_a_folder_without_text_is_refused(tmp_path):
     write(tmp_path / "a.bin", b"\x00")
     with pytest.raises(UserError, match="holds no text files"):
         load_corpus(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["", " "])
+def test_a_path_of_nothing_is_not_the_folder_one_stands_in(path):
+    with pytest.raises(UserError, match="names nothing"):
+        load_corpus(path)
+
+
+def test_a_folder_without_permission_is_told_in_a_line(tmp_path, monkeypatch):
+    write(tmp_path / "a.txt", "abc")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_corpus(str(tmp_path))
+
+
+def test_the_vocabulary_of_weights_is_the_usual_one_of_a_text_and_a_prepared_folders_can_be_named(tmp_path):
+    path = write(tmp_path / "a.txt", "abc")
+    wide = CharVocabulary("abcdef")
+    assert load_corpus(path, usual=wide).vocabulary == wide
+    assert load_corpus(path, "char", usual=wide).vocabulary.size == 3, "what is asked for goes first"
+    write(tmp_path / "prepared" / "vocabulary.json", wide.to_json())
+    assert load_corpus(path, str(tmp_path / "prepared")).vocabulary == wide
+    with pytest.raises(UserError, match="character 'z'"):
+        load_corpus(write(tmp_path / "z.txt", "abz"), usual=wide)
 
 
 def test_an_untrained_bpe_is_refused_with_the_command_that_trains_it(tmp_path):

@@ -1,3 +1,4 @@
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ def fake_trainer(accumulate=1, context=16, **strategy):
         lightning_module=SimpleNamespace(context=context),
         accumulate_grad_batches=accumulate,
         overfit_batches=0.0,
+        state=SimpleNamespace(fn="fit"),
         global_rank=0,
         world_size=1,
         global_step=0,
@@ -71,6 +73,22 @@ def test_windows_gathered_from_a_device_copy_are_those_of_the_corpus(text):
         assert torch.equal(got.windows, expected.windows)
     on_device.teardown("fit")
     assert on_device._device_tokens is None
+
+
+def test_another_text_to_validate_on_leaves_all_of_the_corpus_to_train(text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(Path(text).read_text()[100:400])
+    data = set_up(text, val_corpus=str(other))
+    assert len(data._train) == len(data.corpus)
+    data._gather_on_device = True  # as on an accelerator, where only the corpus lies
+    batches = [data.transfer_batch_to_device(starts, CPU, 0) for starts in data.val_dataloader()]
+    shown = data.vocabulary.decode(batches[0].windows[0].tolist())
+    assert other.read_text().startswith(shown)
+    assert str(other) in data.describe()
+    strange = tmp_path / "strange.txt"
+    strange.write_text("ξ" * 100)
+    with pytest.raises(UserError, match="character 'ξ'"):
+        set_up(text, val_corpus=str(strange))
 
 
 def test_the_trainers_accumulation_is_absorbed_once(text):

@@ -164,3 +164,8 @@ def test_residual_projections_start_smaller_by_the_root_of_twice_the_layers() ->
 def test_a_shape_that_cannot_be_is_refused(change: dict, rule: str) -> None:
     with pytest.raises(UserError, match=rule):
         replace(SMALL, **({"kv_heads": 0} | change))
+
+
+def test_logits_that_are_not_finite_choose_no_token() -> None:
+    with pytest.raises(UserError, match="not finite"):
+        choose(torch.tensor([0.0, torch.nan]), 1.0, None, None, torch.Generator())
