@@ -7,19 +7,17 @@ from dataclasses import dataclass
 
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.flops import flops_per_token, model_flops_utilization
-from lit_gpt_dist.planner import communication as comm
 from lit_gpt_dist.planner import compute, time
 from lit_gpt_dist.planner.footprint import Footprint, footprint, strategy_widths
 from lit_gpt_dist.planner.job import Job
 from lit_gpt_dist.planner.layout import NOT_TRAINABLE, Layout, layout
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
-
-DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel's default bucket_cap_mb
+from lit_gpt_dist.planner.traffic import communication_seconds, exposed_of, sent_bytes
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one step; None where unknown. ``exposed``: what overlap does not hide; ``serial``: all of it, as without overlap."""
+    """Seconds of one step; None where unknown. ``exposed``: what overlap does not hide; ``serial_step``: with none hidden."""
 
     compute: float | None
     communication: float | None
@@ -114,93 +112,11 @@ def step_times(job: Job, plan: Layout, accumulate: int) -> Times | None:
     own = accumulate * micro + optimizer_step_seconds(job, plan)
     if plan.stages > 1:
         own *= 1 + time.bubble_over_useful(plan.stages, accumulate)
-    parts = communication_seconds(job, plan, accumulate)
+    parts = communication_seconds(job, plan)
     if parts is None:
         return Times(own, None, None, None, None)
     total, exposed = exposed_of(job, plan, accumulate, micro, parts)
     return Times(own, total, exposed, own + (exposed if job.overlap else total), own + total)
-
-
-@dataclass(frozen=True)
-class CommunicationParts:
-    """Seconds: what happens once a step, and per micro-batch one gather, one reduction, and what cannot overlap."""
-
-    step: float = 0.0
-    gather: float = 0.0
-    reduce: float = 0.0
-    blocking: float = 0.0
-
-
-def communication_seconds(job: Job, plan: Layout, accumulate: int) -> CommunicationParts | None:
-    """None when the link that is needed is not known."""
-    if plan.ranks == 1:
-        return CommunicationParts()
-    gradient = state_bytes_per_parameter(job.precision, job.optimizer).gradients
-    parameters = job.model.parameters() / (plan.tensor * plan.stages)
-    unit = parameters / job.model.layers * strategy_widths(job, plan).compute
-    inside, across = job.link.bandwidth_at(unit), job.slowest_link.bandwidth_at(DDP_BUCKET_BYTES)
-    if across is None or inside is None:
-        return None
-    if plan.strategy in ("fsdp2", "hsdp"):
-        ranks, width = plan.weight_shards, strategy_widths(job, plan).compute
-        within = inside if plan.strategy == "hsdp" else job.slowest_link.bandwidth_at(unit) or across
-        gather = comm.all_gather_seconds(parameters * width, ranks, within)
-        reduce = comm.reduce_scatter_seconds(parameters * gradient, ranks, within)
-        replicas = plan.data_ranks // plan.weight_shards
-        return CommunicationParts(
-            comm.all_reduce_seconds(parameters * gradient / ranks, replicas, across), gather, reduce
-        )
-    replicated = comm.all_reduce_seconds(parameters * gradient, plan.data_ranks, across)
-    if plan.tensor > 1:
-        sent = comm.tensor_parallel_bytes(job.micro_batch, job.context, job.model.width, job.model.layers)
-        bandwidth = job.link.bandwidth_at(sent / (4 * job.model.layers)) or inside
-        return CommunicationParts(replicated, blocking=comm.all_reduce_seconds(sent, plan.tensor, bandwidth))
-    if plan.stages > 1:
-        return CommunicationParts(
-            replicated, blocking=comm.pipeline_bytes(job.micro_batch, job.context, job.model.width) / across
-        )
-    return CommunicationParts(replicated)
-
-
-def exposed_of(job: Job, plan: Layout, accumulate: int, micro: float, parts: CommunicationParts) -> tuple[float, float]:
-    """All communication of a step and what overlap leaves exposed, in seconds."""
-    reductions = 1 if job.no_sync else accumulate
-    backward = time.BACKWARD_SHARE * micro
-    if plan.strategy in ("fsdp2", "hsdp"):
-        gathers = 2 if job.reshard_after_forward else 1
-        total = accumulate * gathers * parts.gather + reductions * parts.reduce + parts.step
-        reducing = time.fsdp_exposed_seconds(micro, parts.gather, parts.reduce, gathers)
-        gathering = time.fsdp_exposed_seconds(micro, parts.gather, 0.0, gathers)
-        exposed = reductions * reducing + (accumulate - reductions) * gathering
-        return total, exposed + time.exposed_seconds(parts.step, backward)
-    if (
-        plan.strategy == "zero2"
-    ):  # gradients live in shards, so each micro-batch scatters; the weights are gathered once
-        half = parts.step / 2
-        exposed = accumulate * time.exposed_seconds(half, backward) + half
-        return (accumulate + 1) * half, exposed
-    total = reductions * parts.step + accumulate * parts.blocking
-    return total, reductions * time.exposed_seconds(parts.step, backward) + accumulate * parts.blocking
-
-
-def sent_bytes(job: Job, plan: Layout, accumulate: int, no_sync: bool) -> float:
-    """Bytes one card sends per step."""
-    gradient = state_bytes_per_parameter(job.precision, job.optimizer).gradients
-    parameters = job.model.parameters() / (plan.tensor * plan.stages)
-    if plan.strategy in ("fsdp2", "hsdp"):
-        width, shards = strategy_widths(job, plan).compute, plan.weight_shards
-        gathers = 2 if job.reshard_after_forward else 1
-        sharded = comm.fsdp_bytes(parameters, shards, width, gradient, accumulate, no_sync, gathers)
-        return sharded + comm.ddp_bytes(parameters / shards, plan.data_ranks // shards, gradient, accumulate, no_sync)
-    if plan.strategy == "zero2":
-        return comm.ddp_bytes(parameters, plan.data_ranks, gradient) * (accumulate + 1) / 2
-    sent = comm.ddp_bytes(parameters, plan.data_ranks, gradient, accumulate, no_sync)
-    if plan.tensor > 1:
-        buffers = comm.tensor_parallel_bytes(job.micro_batch, job.context, job.model.width, job.model.layers)
-        sent += accumulate * 2 * comm.share(plan.tensor) * buffers
-    if plan.stages > 1:
-        sent += accumulate * comm.pipeline_bytes(job.micro_batch, job.context, job.model.width)
-    return sent
 
 
 def scaling_efficiency(job: Job, plan: Layout, accumulate: int, times: Times | None) -> float | None:

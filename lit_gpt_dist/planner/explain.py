@@ -1,17 +1,19 @@
 """The arithmetic of any figure, step by step, with the numbers in it. Recomputes nothing: prints what went in and came out."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.flops import flops_per_token
 from lit_gpt_dist.planner import activations, time
 from lit_gpt_dist.planner.compute import RECOMPUTE_FACTOR
-from lit_gpt_dist.planner.estimate import Estimate, communication_seconds, micro_compute_seconds
+from lit_gpt_dist.planner.estimate import Estimate, micro_compute_seconds
 from lit_gpt_dist.planner.footprint import KINDS, block_parameters, root_parameters, strategy_widths
-from lit_gpt_dist.planner.hardware import GIB
+from lit_gpt_dist.planner.hardware import GIB, MIB
 from lit_gpt_dist.planner.job import Job
 from lit_gpt_dist.planner.limits import largest_micro_batch
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
+from lit_gpt_dist.planner.traffic import CommunicationParts, communication_seconds, exposed_of, last_bucket_bytes
 
 
 def explain(job: Job, found: Estimate, figure: str) -> list[str]:
@@ -144,19 +146,48 @@ def compute_lines(job: Job, found: Estimate) -> list[str]:
 
 
 def communication_lines(job: Job, found: Estimate) -> list[str]:
-    parts = communication_seconds(job, found.layout, found.accumulate)
+    parts = communication_seconds(job, found.layout)
     if parts is None or found.times is None or found.times.communication is None or found.times.exposed is None:
         return ["unknown: the link or the compute time is not known; give --link (and --node_link for several nodes)"]
     micro = micro_compute_seconds(job, found.layout) or 0.0
     bandwidth = job.slowest_link.bandwidth or 0.0
+    ideal = replace(parts, first_gather=0.0, last_step=0.0, last_reduce=0.0)
+    _, ideally_exposed = exposed_of(job, found.layout, found.accumulate, micro, ideal)
     return [
         f"link {job.slowest_link.name}, {bandwidth / 1e9:.1f} GB/s ({job.slowest_link.source})",
         f"once a step {parts.step * 1e3:.2f} ms; a micro-batch: gather {parts.gather * 1e3:.2f}, reduction {parts.reduce * 1e3:.2f}, "
         f"in the way {parts.blocking * 1e3:.2f} ms",
         f"all of it: {found.times.communication * 1e3:.2f} ms",
         f"hidden behind backward: up to {time.BACKWARD_SHARE:.2f} × {micro * 1e3:.2f} ms = {time.BACKWARD_SHARE * micro * 1e3:.2f} ms",
-        f"exposed: {found.times.exposed * 1e3:.2f} ms",
+        *never_hidden(job, found, parts),
+        f"exposed: {found.times.exposed * 1e3:.2f} ms, the larger of what backward (a gather: forward) is too short for and what is never "
+        f"hidden; {ideally_exposed * 1e3:.2f} ms if all could overlap",
     ]
+
+
+def never_hidden(job: Job, found: Estimate, parts: CommunicationParts) -> list[str]:
+    """What starts when there is nothing left to compute, or must end before anything can be."""
+    if found.layout.data_ranks == 1:
+        return []
+    if found.strategy in ("fsdp2", "hsdp"):
+        root, block = root_parameters(job.model), block_parameters(job.model)
+        lines = [
+            f"never hidden: the first gathers, root {root:,.0f} and a block {block:,.0f} parameters: {parts.first_gather * 1e3:.2f} ms a micro-batch",
+            f"never hidden: the last reduction, the root's: {parts.last_reduce * 1e3:.2f} ms",
+        ]
+        return lines + [f"  and its all-reduce across nodes: {parts.last_step * 1e3:.2f} ms"] * (
+            found.strategy == "hsdp"
+        )
+    size, last = last_bucket_bytes(job, found.layout), parts.last_step
+    if found.strategy == "zero2":
+        last = last / 2
+    lines = [
+        f"never hidden: the last bucket, {size / MIB:,.1f} MiB (the first-used parameters: a bucket of {job.bucket_bytes / MIB:g} MiB or the "
+        f"token embedding, at most all gradients): {last * 1e3:.2f} ms"
+    ]
+    if found.strategy == "zero2":
+        lines.append(f"never hidden: the gather of the new weights: {parts.step / 2 * 1e3:.2f} ms")
+    return lines
 
 
 def step(job: Job, found: Estimate) -> list[str]:

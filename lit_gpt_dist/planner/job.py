@@ -15,6 +15,7 @@ Execution = Literal["eager", "compiled", "graph"]
 ASSUMED_MFU = (
     0.40  # published runs of 0.1–8B models on A100 and H100 reach 0.39–0.50; a starting point, not a prediction
 )
+DDP_BUCKET_BYTES = 25.0 * 2**20  # torch.nn.parallel.DistributedDataParallel's default bucket_cap_mb
 RESERVE_GIB = 2.0  # of a card: CUDA context, NCCL's buffers, fragmentation
 
 
@@ -41,6 +42,7 @@ class Job:
     autocast: bool = False  # 16 bits in products only, as 16-mixed and other loops have it; FSDP2 never has
     mfu: float = ASSUMED_MFU
     reserve_bytes: float = RESERVE_GIB * GIB
+    bucket_bytes: float = DDP_BUCKET_BYTES
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
@@ -51,6 +53,11 @@ class Job:
             raise UserError(f"mfu {self.mfu} is not a share; give a number above 0 and at most 1")
         if self.reserve_bytes < 0:
             raise UserError(f"reserve {self.reserve_bytes / GIB:g} GiB is below 0; give 0 or more")
+        if self.usable_bytes is not None and self.usable_bytes <= 0:
+            raise UserError(
+                f"reserve {self.reserve_bytes / GIB:g} GiB is not below the {(self.device.memory_bytes or 0) / GIB:g} GiB that "
+                f"{self.device.name} has; give a --reserve_gib below that, or other cards"
+            )
 
     @property
     def world(self) -> int:
@@ -82,13 +89,22 @@ class Job:
         """
         per_pass = self.micro_batch * data_ranks
         if self.global_batch % per_pass:
-            lower = self.global_batch // per_pass * per_pass
-            near = " or ".join(str(n) for n in (lower, lower + per_pass) if n)
-            raise UserError(
-                f"global batch {self.global_batch} is not divisible by micro batch {self.micro_batch} × {data_ranks} "
-                f"data ranks = {per_pass}; use a global batch of {near}, or another micro batch"
-            )
+            raise UserError(self._does_not_divide(data_ranks))
         return self.global_batch // per_pass
+
+    def _does_not_divide(self, data_ranks: int) -> str:
+        """As `fit` says it (data/windows.py, which planning does not import: it needs numpy)."""
+        per_pass = self.micro_batch * data_ranks
+        below = self.global_batch // per_pass * per_pass
+        remedies = [f"{below} or {below + per_pass}" if below else f"{per_pass}"]
+        if self.global_batch % data_ranks == 0:
+            share = self.global_batch // data_ranks
+            fits = max(n for n in range(1, min(self.micro_batch, share) + 1) if share % n == 0)
+            remedies.append(f"a micro batch of {fits} and accumulate {share // fits}")
+        return (
+            f"global batch {self.global_batch} is not divisible by micro batch {self.micro_batch} × {data_ranks} data ranks"
+            f" = {per_pass}; use a global batch of {', or '.join(remedies)}"
+        )
 
     @property
     def rates(self) -> Rates | None:

@@ -6,22 +6,38 @@
 BACKWARD_SHARE = 2 / 3  # of compute: backward has two matrix products for each of forward's (Kaplan et al. 2020)
 
 
-def exposed_seconds(communication: float, backward: float) -> float:
-    """What overlap cannot hide: max(0, t_comm − t_bwd), t_bwd of the last micro-batch."""
-    return max(0.0, communication - backward)
+def exposed_seconds(communication: float, backward: float, least: float = 0.0) -> float:
+    """What overlap cannot hide: max(least, t_comm − t_bwd), t_bwd of the last micro-batch.
+
+    ``least``: what can start only when backward has ended. 0 is the ideal, of infinitely small pieces.
+    """
+    return max(least, communication - backward)
 
 
-def ddp_step_seconds(micro_compute: float, accumulate: int, communication: float, overlap: bool = True) -> float:
-    """A·(t_fwd + t_bwd) + what is exposed of one reduction, or all of it without overlap."""
-    hidden = BACKWARD_SHARE * micro_compute if overlap else 0.0
-    return accumulate * micro_compute + exposed_seconds(communication, hidden)
+def ddp_step_seconds(
+    micro_compute: float, accumulate: int, communication: float, overlap: bool = True, last_bucket: float = 0.0
+) -> float:
+    """A·(t_fwd + t_bwd) + what is exposed of one reduction (at least its ``last_bucket``), or all of it without overlap."""
+    exposed = exposed_seconds(communication, BACKWARD_SHARE * micro_compute, last_bucket) if overlap else communication
+    return accumulate * micro_compute + exposed
 
 
-def fsdp_exposed_seconds(micro_compute: float, gather: float, reduce: float, gathers: int = 2) -> float:
-    """Exposed part of one micro-batch: a gather behind forward; the second gather and the reduction behind backward."""
+def fsdp_exposed_seconds(
+    micro_compute: float,
+    gather: float,
+    reduce: float,
+    gathers: int = 2,
+    first_gather: float = 0.0,
+    last_reduce: float = 0.0,
+) -> float:
+    """Exposed part of one micro-batch: a gather behind forward; the second gather and the reduction behind backward.
+
+    At least ``first_gather``, which forward waits for, and ``last_reduce``, which waits for backward; 0 is the ideal.
+    """
     backward = BACKWARD_SHARE * micro_compute
     again = gather if gathers == 2 else 0.0
-    return exposed_seconds(gather, micro_compute - backward) + exposed_seconds(again + reduce, backward)
+    before = exposed_seconds(gather, micro_compute - backward, first_gather)
+    return before + exposed_seconds(again + reduce, backward, last_reduce)
 
 
 def efficiency(one_card_seconds: float, step_seconds: float) -> float:

@@ -168,6 +168,7 @@ def test_exposed_communication_gives_78_percent_at_4096_tokens_and_93_accumulati
 def test_ddp_step_without_overlap_adds_all_communication():
     assert time.ddp_step_seconds(1.0, 4, 0.5, overlap=False) == 4.5
     assert time.ddp_step_seconds(1.0, 4, 0.5) == 4.0
+    assert time.ddp_step_seconds(1.0, 4, 0.5, last_bucket=0.1) == 4.1
 
 
 def test_scaling_efficiency_is_the_same_from_times_and_from_rates():
