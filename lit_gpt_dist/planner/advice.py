@@ -23,6 +23,8 @@ NAMES = {
     "tp": "tensor parallel",
     "pp": "pipeline parallel",
 }
+WORTH_SAYING = 0.10  # below it the order of cost decides alone: the planner's times are not that sharp
+LATENCY_BOUND_SECONDS = 0.010  # shorter micro-batches wait for kernels to start, which is not planned: see docs/plan.md
 ORDER = ("ddp", "zero1", "zero2", "fsdp2", "hsdp", "tp", "pp")
 
 
@@ -35,20 +37,50 @@ class Advice:
     reason: str
     ruled_out: tuple[str, ...]
     notes: tuple[str, ...]
+    faster: "Faster | None" = None
 
     def command(self, model_options: str) -> str | None:
         """The `fit` command that runs it, where this version can; ``model_options`` as they were given to `plan`."""
-        if self.strategy is None or self.strategy in NOT_TRAINABLE:
-            return None
-        job = self.job
-        options = [
-            f"lit-gpt-dist fit {model_options} --data.global_batch {job.global_batch} --data.micro_batch {job.micro_batch}",
-            f"--trainer.precision {job.precision} --model.recompute {'full' if job.recompute else 'none'}",
-        ]
-        if self.strategy != "single":
-            options.append(f"--trainer.strategy {self.strategy} --trainer.devices {job.devices}")
-            options += [f"--trainer.num_nodes {job.nodes}"] if job.nodes > 1 else []
-        return " ".join(options)
+        return None if self.strategy is None else fit_command(self.job, self.strategy, model_options)
+
+
+@dataclass(frozen=True)
+class Faster:
+    """A strategy that costs more than the one advised and takes clearly less time, by the planner's own figures."""
+
+    strategy: str
+    job: Job
+    step_seconds: float
+    advised_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """Steps more per second, as a share."""
+        return self.advised_seconds / self.step_seconds - 1
+
+    def sentence(self, advised: str, model_options: str) -> str:
+        return (
+            f"faster by {self.gain:.0%}: {NAMES[self.strategy]} {'with' if self.job.recompute else 'without'} recomputation, "
+            f"{duration(self.step_seconds)} a step against {duration(self.advised_seconds)} of {NAMES[advised]}: "
+            f"{fit_command(self.job, self.strategy, model_options)}"
+        )
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def fit_command(job: Job, strategy: str, model_options: str) -> str | None:
+    if strategy in NOT_TRAINABLE:
+        return None
+    options = [
+        f"lit-gpt-dist fit {model_options} --data.global_batch {job.global_batch} --data.micro_batch {job.micro_batch}",
+        f"--trainer.precision {job.precision} --model.recompute {'full' if job.recompute else 'none'}",
+    ]
+    if strategy != "single":
+        options.append(f"--trainer.strategy {strategy} --trainer.devices {job.devices}")
+        options += [f"--trainer.num_nodes {job.nodes}"] if job.nodes > 1 else []
+    return " ".join(options)
 
 
 def gib(value: float | None) -> str:
@@ -65,7 +97,8 @@ def advise(job: Job) -> Advice:
     for strategy in ORDER if job.world > 1 else ():
         chosen, why_not = consider(job, strategy)
         if chosen is not None:
-            return Advice(strategy, chosen, chosen_reason(chosen, strategy), tuple(ruled_out), notes(chosen, strategy))
+            reason, faster = chosen_reason(job, chosen, strategy), faster_than(job, chosen, strategy)
+            return Advice(strategy, chosen, reason, tuple(ruled_out), notes(chosen, strategy), faster)
         ruled_out.append(f"{NAMES[strategy]}: {why_not}")
     if one_card is not None:
         return Advice("single", one_card, one_card_reason(job, one_card), tuple(ruled_out), notes(one_card, "single"))
@@ -73,20 +106,38 @@ def advise(job: Job) -> Advice:
                   tuple(ruled_out), ())  # fmt: skip
 
 
+def faster_than(job: Job, chosen: Job, strategy: str) -> Faster | None:
+    """The fastest of the trainable strategies later in the order of cost, if by more than ``WORTH_SAYING``."""
+    current = estimate(chosen, strategy)
+    advised = step_seconds(current)
+    if advised is None or advised / current.accumulate < LATENCY_BOUND_SECONDS:
+        return None
+    found = []
+    for later in ORDER[ORDER.index(strategy) + 1 :]:
+        candidate, _ = consider(job, later)
+        seconds = step_seconds(estimate(candidate, later)) if candidate else None
+        if candidate and seconds:
+            found.append(Faster(later, candidate, seconds, advised))
+    best = max(found, key=lambda one: one.gain, default=None)
+    return best if best and best.gain > WORTH_SAYING else None
+
+
+def step_seconds(found: Estimate) -> float | None:
+    return found.times.step if found.times else None
+
+
 def fitting(job: Job, strategy: str) -> tuple[Job, Estimate] | None:
-    """The job as given, then with a smaller micro-batch, then with recomputation: the first that fits."""
+    """The job as given, then with a smaller micro-batch, then both with recomputation: the first that fits."""
     plan = layout(job, strategy)
     if plan.impossible:
         return None
-    tried = [job]
-    for recompute in (job.recompute, True):
-        changed = replace(job, recompute=recompute)
-        if smaller := largest_dividing_micro_batch(changed, plan):
-            tried += [replace(changed, micro_batch=min(job.micro_batch, smaller))]
-    for candidate in tried:
-        found = estimate(candidate, strategy)
-        if found.fits and not found.impossible:
-            return candidate, found
+    for recompute in dict.fromkeys((job.recompute, True)):
+        asked = replace(job, recompute=recompute)
+        smaller = asked.with_micro_batch(largest_dividing_micro_batch(asked, plan) or job.micro_batch)
+        for candidate in (asked, smaller):
+            found = estimate(candidate, strategy)
+            if found.fits and not found.impossible:
+                return candidate, found
     return None
 
 
@@ -135,13 +186,15 @@ def consider(job: Job, strategy: str) -> tuple[Job | None, str]:
     return found[0], ""
 
 
-def chosen_reason(chosen: Job, strategy: str) -> str:
+def chosen_reason(job: Job, chosen: Job, strategy: str) -> str:
     found = estimate(chosen, strategy)
     reason = (
         f"{NAMES[strategy]} is the cheapest that fits: {gib(found.peak_bytes)} of {gib(chosen.usable_bytes)} usable"
     )
     if chosen.recompute:
         reason += ", with recomputation"
+    if chosen.micro_batch != job.micro_batch:
+        reason += f", in micro-batches of {chosen.micro_batch}"
     if found.times and found.times.step and found.times.exposed is not None:
         share = found.times.exposed / found.times.step
         reason += f"; exposed communication {share:.0%} of a step, {judge_communication(share)}"

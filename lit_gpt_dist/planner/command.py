@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lit_gpt_dist.errors import EXIT_OK, UserError
 from lit_gpt_dist.planner import activations, render, running
-from lit_gpt_dist.planner.advice import Advice, advise
+from lit_gpt_dist.planner.advice import Advice, Faster, advise
 from lit_gpt_dist.planner.calibration import find, to_json
 from lit_gpt_dist.planner.compare import compare_line, read_lines
 from lit_gpt_dist.planner.estimate import Estimate, estimate
@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
     if options.task == "inference":
         return inference(console, options, job)
     estimates = [estimate(job, name) for name in ([options.strategy] if options.strategy else STRATEGIES)]
+    refuse_what_none_divides(estimates)
     if options.explain:
         chosen = estimates[0] if options.strategy else first_explainable(estimates, job)
         console.print("\n".join(explain(job, chosen, options.explain)), highlight=False, markup=False, soft_wrap=True)
@@ -45,6 +46,17 @@ def main(argv: list[str]) -> int:
         return EXIT_OK
     print_all(console, options, job, estimates, advice)
     return EXIT_OK
+
+
+def refuse_what_none_divides(estimates: list[Estimate]) -> None:
+    """A batch that no strategy of these can split is the user's mistake, not a lack of memory.
+
+    Raises:
+        UserError: that of the strategy with the most data ranks: a batch that it can split, the others can too.
+    """
+    laid_out = [found for found in estimates if not found.layout.impossible]
+    if laid_out and all(found.impossible for found in laid_out):
+        raise UserError(max(laid_out, key=lambda found: found.layout.data_ranks).impossible)
 
 
 def first_explainable(estimates: list[Estimate], job: Job) -> Estimate:
@@ -178,9 +190,15 @@ def as_json(job: Job, estimates: list[Estimate], advice: Advice, more: dict[str,
         "parameters": job.model.parameters(),
         "strategies": {found.strategy: estimate_json(job, found) for found in estimates},
         "advice": {"strategy": advice.strategy, "reason": advice.reason, "ruled_out": advice.ruled_out, "notes": advice.notes,
-                   "micro_batch": advice.job.micro_batch, "recompute": advice.job.recompute},
+                   "micro_batch": advice.job.micro_batch, "recompute": advice.job.recompute,
+                   "faster": advice.faster and faster_json(advice.faster)},
         **more["figures"],
     }  # fmt: skip
+
+
+def faster_json(faster: Faster) -> dict[str, Any]:
+    return {"strategy": faster.strategy, "micro_batch": faster.job.micro_batch, "recompute": faster.job.recompute,
+            "step_seconds": faster.step_seconds, "advised_step_seconds": faster.advised_seconds}  # fmt: skip
 
 
 def estimate_json(job: Job, found: Estimate) -> dict[str, Any]:

@@ -28,13 +28,16 @@ def largest_micro_batch(job: Job, plan: Layout, accumulate: int = 1) -> int | No
     return low
 
 
-def largest_dividing_micro_batch(job: Job, plan: Layout, accumulate: int = 2) -> int | None:
-    """The largest that fits and divides the global batch over the data ranks; None or 0 as above."""
-    limit = largest_micro_batch(job, plan, accumulate)
-    if not limit or job.global_batch % plan.data_ranks:
-        return limit if limit is None else 0
-    per_rank = job.global_batch // plan.data_ranks
-    return next((n for n in range(min(limit, per_rank), 0, -1) if per_rank % n == 0), 0)
+def largest_dividing_micro_batch(job: Job, plan: Layout) -> int | None:
+    """The largest, up to the job's own, that divides the global batch over the data ranks and fits as it accumulates.
+
+    0 when none does, None when the card's memory is not known.
+    """
+    if job.usable_bytes is None:
+        return None
+    per_rank, rest = divmod(job.global_batch, plan.data_ranks)
+    dividing = [n for n in range(min(job.micro_batch, per_rank), 0, -1) if per_rank % n == 0 and not rest]
+    return next((n for n in dividing if peak_bytes(job, plan, n, per_rank // n) <= job.usable_bytes), 0)
 
 
 def largest_model_parameters(job: Job, plan: Layout, activation_share: float = 0.3) -> float | None:

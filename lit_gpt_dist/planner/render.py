@@ -143,6 +143,9 @@ def print_advice(console: Console, advice: Advice, model_options: str) -> None:
     console.print(f"\n[bold]Recommended: {chosen}[/] — {escape(advice.reason)}.")
     if command := advice.command(model_options):
         console.print(f"  {escape(command)}", soft_wrap=True, highlight=False)
+    if advice.faster and advice.strategy:
+        line = advice.faster.sentence(advice.strategy, model_options)
+        console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
     for line in advice.notes:
         console.print(f"  note: {escape(line)}")
     if advice.ruled_out:

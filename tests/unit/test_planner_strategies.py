@@ -7,13 +7,14 @@ import pytest
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import preset
 from lit_gpt_dist.planner.advice import advise
-from lit_gpt_dist.planner.estimate import estimate
+from lit_gpt_dist.planner.estimate import estimate, micro_compute_seconds
 from lit_gpt_dist.planner.explain import FIGURES, explain
 from lit_gpt_dist.planner.hardware import DEVICES, GIB, Device, Link, link_by_name
 from lit_gpt_dist.planner.inference import cache_bytes_per_token, plan_inference, weight_bytes
 from lit_gpt_dist.planner.job import Job
 from lit_gpt_dist.planner.layout import NOT_TRAINABLE, STRATEGIES, layout
-from lit_gpt_dist.planner.limits import largest_micro_batch, largest_model_parameters
+from lit_gpt_dist.planner.limits import largest_dividing_micro_batch, largest_micro_batch, largest_model_parameters
+from lit_gpt_dist.planner.traffic import communication_seconds, last_bucket_bytes
 
 H100 = DEVICES["h100"]
 NVLINK = link_by_name("nvlink", H100)
@@ -62,6 +63,39 @@ def test_overlap_never_makes_a_step_longer():
         times = estimate(job(link=PCIE), name).times
         if times is not None:
             assert times.step <= times.serial_step
+
+
+def exposed(strategy: str, **changes) -> float:
+    return estimate(job(**changes), strategy).times.exposed
+
+
+def test_ddp_never_hides_its_last_bucket_which_holds_the_embedding():
+    whole = communication_seconds(job(), layout(job(), "ddp")).step
+    embedding = 50_304 / job().model.parameters() * job().model.width
+    assert exposed("ddp") == pytest.approx(whole * embedding)
+    assert estimate(job(), "ddp").efficiency < 1
+
+
+def test_the_last_bucket_is_a_bucket_of_small_models_and_at_most_all_gradients():
+    tiny = replace(job(), model=preset("tiny"))
+    baby = replace(job(), model=preset("baby"))
+    assert last_bucket_bytes(tiny, layout(tiny, "ddp")) == 4 * tiny.model.parameters()
+    assert last_bucket_bytes(baby, layout(baby, "ddp")) == 25 * 2**20
+
+
+def test_fsdp2_never_hides_its_first_gather_and_its_last_reduction():
+    parts = communication_seconds(job(), layout(job(), "fsdp2"))
+    accumulate = estimate(job(), "fsdp2").accumulate
+    assert exposed("fsdp2") == pytest.approx(accumulate * parts.first_gather + parts.last_reduce)
+    assert parts.first_gather > parts.gather / job().model.layers
+    assert exposed("fsdp2", no_sync=False) == pytest.approx(accumulate * (parts.first_gather + parts.last_reduce))
+
+
+def test_what_cannot_be_hidden_changes_nothing_where_more_than_that_is_exposed():
+    slow = Link("slow", 1e9, "given", "")
+    parts = communication_seconds(job(link=slow), layout(job(), "ddp"))
+    backward = 2 / 3 * micro_compute_seconds(job(), layout(job(), "ddp"))
+    assert exposed("ddp", link=slow) == pytest.approx(parts.step - backward)
 
 
 def test_the_bubble_of_a_pipeline_costs_efficiency():
@@ -139,6 +173,38 @@ def test_tensor_parallel_is_not_advised_over_pcie():
     lines = [line for line in advise(tight).ruled_out if line.startswith("tensor parallel")]
     assert len(lines) == 1
     assert "not advised over pcie4" in lines[0]
+
+
+def test_recomputation_is_tried_at_the_micro_batch_asked_for():
+    small = DEVICES["a100-40gb"]
+    link = link_by_name("nvlink", small)
+    advice = advise(Job(preset("4b"), small, devices=2, link=link, global_batch=2, micro_batch=1))
+    assert (advice.strategy, advice.job.micro_batch, advice.job.recompute) == ("fsdp2", 1, True)
+
+
+def test_a_smaller_micro_batch_is_judged_with_the_accumulation_it_leads_to():
+    plan, asked = layout(job(), "fsdp2"), job(global_batch=128)
+    needed = estimate(replace(asked, micro_batch=8, global_batch=64), "fsdp2").peak_bytes  # not accumulating
+    tight = replace(asked, device=replace(H100, memory_bytes=needed + asked.reserve_bytes))
+    assert largest_dividing_micro_batch(replace(tight, global_batch=64), plan) == 8
+    assert largest_dividing_micro_batch(tight, plan) < 8  # whole gradients besides
+
+
+def test_a_later_strategy_that_is_clearly_faster_is_said_with_both_times():
+    links = dict(link=NVLINK, node_link=Link("50 GB/s", 50e9, "given", ""))
+    asked = Job(preset("4b"), H100, devices=8, nodes=2, global_batch=512, micro_batch=2, **links)
+    advice = advise(asked)
+    assert (advice.strategy, advice.job.recompute) == ("ddp", True)
+    assert not advice.faster.job.recompute
+    assert estimate(advice.faster.job, advice.faster.strategy).times.step * 1.1 < estimate(advice.job, "ddp").times.step
+    line = advice.faster.sentence("ddp", "--model.size 4b")
+    assert line.startswith("faster by 3")
+    assert f"--trainer.strategy {advice.faster.strategy}" in line
+
+
+def test_nothing_is_said_of_strategies_that_are_hardly_faster_or_of_steps_too_short_to_plan():
+    assert advise(job()).faster is None
+    assert advise(replace(job(global_batch=128), model=preset("baby"))).faster is None
 
 
 def test_a_strategy_that_fit_does_not_run_is_never_recommended():
