@@ -21,7 +21,7 @@ from lit_gpt_dist.planner.layout import STRATEGIES
 from lit_gpt_dist.planner.limits import largest_micro_batch, largest_model_parameters
 from lit_gpt_dist.planner.options import job_from, model_options, parser
 
-WIDE = 190  # columns of the widest table: piped output is not squeezed into 80
+PIPE_WIDTH = 1000  # characters: what is read by programs or kept in files is neither wrapped nor short of columns
 
 
 def main(argv: list[str]) -> int:
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     job = job_from(options)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=WIDE)
+        console = Console(width=PIPE_WIDTH)
     if options.compare:
         return compare(console, options, job)
     if options.task == "inference":
@@ -76,13 +76,13 @@ def print_all(
         for figure in FIGURES:
             console.print("\n".join(explain(job, estimates[0], figure)), highlight=False, markup=False, soft_wrap=True)
         return
-    console.print(render.activation_table(activation_choices(job)))
+    render.activation_table(activation_choices(job)).print_to(console)
     possible = [found for found in estimates if not found.impossible]
     limits = [
         (found, largest_micro_batch(job, found.layout, found.accumulate), largest_model_parameters(job, found.layout))
         for found in possible
     ]
-    console.print(render.limits_table(limits))
+    render.limits_table(limits).print_to(console)
     for line in extras(options, job, estimates, advice)["lines"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     render.print_advice(console, advice, model_options(options))
@@ -123,9 +123,7 @@ def extras(options: argparse.Namespace, job: Job, estimates: list[Estimate], adv
         lines.append(
             f"a failure every {hours:.2f} h on {job.nodes} nodes: save every {seconds / 60:.0f} minutes (√(2·c·T), c {options.checkpoint_seconds:g} s)"
         )
-    if options.base_lr or options.base_batch:
-        if not (options.base_lr and options.base_batch):
-            raise UserError("one of --base_lr and --base_batch is missing; the rule needs both")
+    if options.base_lr and options.base_batch:
         growth = job.global_batch / options.base_batch
         rate = running.scaled_learning_rate(options.base_lr, growth, options.optimizer)
         figures["learning_rate"] = rate
@@ -145,7 +143,7 @@ def inference(console: Console, options: argparse.Namespace, job: Job) -> int:
     console.print(
         f"{options.batch} sequences of {job.context} tokens on {job.device.name}", highlight=False, markup=False
     )
-    console.print(render.inference_table(plans))
+    render.inference_table(plans).print_to(console)
     console.print(inference_advice(plans, job), highlight=False, markup=False)
     return EXIT_OK
 
@@ -176,10 +174,9 @@ def compare(console: Console, options: argparse.Namespace, job: Job) -> int:
     if options.json:
         print(json.dumps([dataclasses.asdict(one) for one in comparisons], indent=1))
         return EXIT_OK
-    console.print(render.comparison_table(comparisons))
-    for one in comparisons:
-        if one.why:
-            console.print(f"{one.tag} ({one.mode}, {one.size}): {one.why}", highlight=False, markup=False)
+    render.comparison_table(comparisons).print_to(console)
+    for reason in render.reasons(comparisons):
+        console.print(reason, highlight=False, markup=False)
     return EXIT_OK
 
 

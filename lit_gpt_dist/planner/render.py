@@ -1,12 +1,12 @@
 """Plans as tables and sentences for a terminal. Formats numbers; computes none."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from lit_gpt_dist.planner.advice import NAMES, Advice
+from lit_gpt_dist.planner.columns import Table
 from lit_gpt_dist.planner.compare import Comparison, miss
 from lit_gpt_dist.planner.estimate import Estimate, Times
 from lit_gpt_dist.planner.footprint import KINDS
@@ -16,6 +16,7 @@ from lit_gpt_dist.planner.job import Job
 from lit_gpt_dist.planner.layout import NOT_TRAINABLE
 
 UNKNOWN = "?"
+RUNS_NAMED = 3
 MISS_ALLOWED = {"memory": 0.10, "step": 0.15}
 
 
@@ -32,15 +33,19 @@ def fits_word(found: Estimate) -> str:
 
 
 def memory_table(estimates: Iterable[Estimate]) -> Table:
-    table = Table(title="Memory of one card at its peak, GiB", title_justify="left")
-    for name in ("strategy", "fits", "peak", *KINDS, "moment"):
-        table.add_column(name, justify="left" if name in ("strategy", "fits", "moment") else "right", no_wrap=True)
+    rows = []
     for found in estimates:
         if found.footprint is None:
             continue
         kinds = [number(found.footprint.kinds[kind], GIB, 2) for kind in KINDS]
-        table.add_row(label(found), fits_word(found), number(found.peak_bytes, GIB), *kinds, found.footprint.moment)
-    return table
+        rows.append([label(found), fits_word(found), number(found.peak_bytes, GIB), *kinds, found.footprint.moment])
+    return Table(
+        "Memory of one card at its peak, GiB",
+        ("strategy", "fits", "peak", *KINDS, "moment"),
+        rows,
+        first_to_go=("workspace", "buffers", "moment", "copies", "logits", "weights", "gradients", "optimizer"),
+        left=("strategy", "fits", "moment"),
+    )
 
 
 def label(found: Estimate) -> str:
@@ -48,29 +53,13 @@ def label(found: Estimate) -> str:
 
 
 def time_table(estimates: Iterable[Estimate]) -> Table:
-    table = Table(title="One optimizer step", title_justify="left", caption_justify="left")
-    columns = (
-        "strategy",
-        "accum",
-        "GB sent",
-        "no no_sync",
-        "comm ms",
-        "exposed ms",
-        "compute ms",
-        "step ms",
-        "no overlap",
-        "tok/s",
-        "MFU",
-        "eff.",
-    )
-    for name in columns:
-        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
+    rows = []
     for found in estimates:
         if found.impossible:
             continue
         times = found.times or Times(None, None, None, None, None)
         seconds = (times.communication, times.exposed, times.compute, times.step, times.serial_step)
-        table.add_row(
+        rows.append([
             label(found),
             str(found.accumulate),
             number(found.sent_bytes, 1e9, 2),
@@ -79,26 +68,36 @@ def time_table(estimates: Iterable[Estimate]) -> Table:
             number(found.tokens_per_second, digits=0),
             percent(found.mfu),
             percent(found.efficiency),
-        )
-    return table
+        ])  # fmt: skip
+    headers = ("strategy", "accum", "GB sent", "no no_sync", "comm ms", "exposed ms", "compute ms", "step ms", "no overlap",
+               "tok/s", "MFU", "eff.")  # fmt: skip
+    less_important = (
+        "no no_sync",
+        "no overlap",
+        "GB sent",
+        "comm ms",
+        "accum",
+        "compute ms",
+        "MFU",
+        "exposed ms",
+        "eff.",
+    )
+    return Table("One optimizer step", headers, rows, less_important, ("strategy",))
 
 
 def limits_table(rows: Iterable[tuple[Estimate, int | None, float | None]]) -> Table:
-    table = Table(title="Limits", title_justify="left")
-    for name in ("strategy", "largest micro-batch", "largest model, B parameters"):
-        table.add_column(name, justify="left" if name == "strategy" else "right")
-    for found, micro_batch, parameters in rows:
-        table.add_row(label(found), UNKNOWN if micro_batch is None else str(micro_batch), number(parameters, 1e9, 2))
-    return table
+    cells = [
+        [label(found), UNKNOWN if micro_batch is None else str(micro_batch), number(parameters, 1e9, 2)]
+        for found, micro_batch, parameters in rows
+    ]
+    headers = ("strategy", "largest micro-batch", "largest model, B parameters")
+    return Table("Limits", headers, cells, left=("strategy",))
 
 
 def activation_table(rows: Iterable[tuple[str, float, float]]) -> Table:
-    table = Table(title="Activations of one micro-batch on one card, GiB", title_justify="left")
-    for name in ("attention", "kept", "recomputed"):
-        table.add_column(name, justify="left" if name == "attention" else "right")
-    for name, kept, recomputed in rows:
-        table.add_row(name, number(kept, GIB, 2), number(recomputed, GIB, 2))
-    return table
+    cells = [[name, number(kept, GIB, 2), number(recomputed, GIB, 2)] for name, kept, recomputed in rows]
+    headers = ("attention", "kept", "recomputed")
+    return Table("Activations of one micro-batch on one card, GiB", headers, cells, left=("attention",))
 
 
 def heading(job: Job, size: str) -> list[str]:
@@ -129,13 +128,13 @@ def heading(job: Job, size: str) -> list[str]:
 
 
 def print_plan(console: Console, estimates: list[Estimate]) -> None:
-    console.print(memory_table(estimates))
-    console.print(time_table(estimates))
+    memory_table(estimates).print_to(console)
+    time_table(estimates).print_to(console)
     if any(not found.trainable and not found.impossible for found in estimates):
         console.print(f"* planned only: `fit` of this version does not run {', '.join(NOT_TRAINABLE)}")
-    for found in estimates:
-        if found.impossible:
-            console.print(f"{found.strategy}: {escape(found.impossible)}")
+    for why in dict.fromkeys(found.impossible for found in estimates if found.impossible):
+        names = ", ".join(found.strategy for found in estimates if found.impossible == why)
+        console.print(f"{names}: {escape(why)}", highlight=False)
 
 
 def print_advice(console: Console, advice: Advice, model_options: str) -> None:
@@ -155,19 +154,19 @@ def print_advice(console: Console, advice: Advice, model_options: str) -> None:
 
 
 def inference_table(plans: Iterable[InferencePlan]) -> Table:
-    table = Table(title="Inference, GiB", title_justify="left")
-    for name in ("weights", "bits", "key/value cache", "total", "cards", "largest batch on one card"):
-        table.add_column(name, justify="right")
-    for plan in plans:
-        table.add_row(
+    rows = [
+        [
             number(plan.weights_bytes, GIB, 2),
             str(plan.bits),
             number(plan.cache_bytes, GIB, 2),
             number(plan.total_bytes, GIB, 2),
             UNKNOWN if plan.cards is None else str(plan.cards),
             UNKNOWN if plan.largest_batch is None else str(plan.largest_batch),
-        )
-    return table
+        ]
+        for plan in plans
+    ]
+    headers = ("weights", "bits", "key/value cache", "total", "cards", "largest batch on one card")
+    return Table("Inference, GiB", headers, rows, first_to_go=("key/value cache", "weights"))
 
 
 def marked(pair: tuple[float, float] | None, allowed: float) -> str:
@@ -178,29 +177,41 @@ def marked(pair: tuple[float, float] | None, allowed: float) -> str:
 
 
 def comparison_table(comparisons: Iterable[Comparison]) -> Table:
-    table = Table(title="Predicted against measured", title_justify="left")
-    columns = (
+    rows = []
+    for one in comparisons:
+        memory, step = one.memory_gib or (None, None), one.step_ms or (None, None)
+        rows.append([
+            escape(one.tag), escape(one.mode), escape(one.size), str(one.micro), escape(one.recompute),
+            number(memory[0], digits=2), number(memory[1], digits=2), marked(one.memory_gib, MISS_ALLOWED["memory"]),
+            number(step[0]), number(step[1]), marked(one.step_ms, MISS_ALLOWED["step"]),
+        ])  # fmt: skip
+    headers = (
         "tag",
         "mode",
         "size",
         "micro",
         "recompute",
-        "GiB predicted",
-        "measured",
-        "miss",
-        "ms predicted",
-        "measured",
-        "miss",
+        "GiB planned",
+        "GiB run",
+        "GiB miss",
+        "ms planned",
+        "ms run",
+        "ms miss",
     )
-    for name in columns:
-        table.add_column(
-            name, justify="left" if name in ("tag", "mode", "size", "recompute") else "right", no_wrap=True
-        )
-    for one in comparisons:
-        memory, step = one.memory_gib or (None, None), one.step_ms or (None, None)
-        table.add_row(
-            escape(one.tag), one.mode, one.size, str(one.micro), one.recompute,
-            number(memory[0], digits=2), number(memory[1], digits=2), marked(one.memory_gib, MISS_ALLOWED["memory"]),
-            number(step[0]), number(step[1]), marked(one.step_ms, MISS_ALLOWED["step"]),
-        )  # fmt: skip
-    return table
+    return Table(
+        "Planned against measured",
+        headers,
+        rows,
+        first_to_go=("recompute", "micro", "ms planned", "GiB planned", "size", "ms run", "GiB run"),
+        left=("tag", "mode", "size", "recompute"),
+    )
+
+
+def reasons(comparisons: Sequence[Comparison]) -> list[str]:
+    """Why there is a ``?``: a line for each reason, with the runs it is true of."""
+    lines = []
+    for why in dict.fromkeys(one.why for one in comparisons if one.why):
+        runs = list(dict.fromkeys(f"{one.tag} ({one.mode}, {one.size})" for one in comparisons if one.why == why))
+        names = ", ".join(runs[:RUNS_NAMED]) + (f" and {len(runs) - RUNS_NAMED} more" if len(runs) > RUNS_NAMED else "")
+        lines.append(f"{names}: {why}")
+    return lines
