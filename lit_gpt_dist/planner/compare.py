@@ -9,7 +9,7 @@ from typing import Any
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import PRESETS, GPTConfig, preset
 from lit_gpt_dist.planner.calibration import Calibration
-from lit_gpt_dist.planner.estimate import estimate
+from lit_gpt_dist.planner.estimate import Estimate, estimate
 from lit_gpt_dist.planner.hardware import GIB, MIB, Link, device_by_name
 from lit_gpt_dist.planner.job import DDP_BUCKET_BYTES, Execution, Job, Precision
 from lit_gpt_dist.planner.layout import STRATEGIES
@@ -17,7 +17,7 @@ from lit_gpt_dist.planner.layout import STRATEGIES
 
 @dataclass(frozen=True)
 class Comparison:
-    """One measured run. A pair is (predicted, measured); None where either side is missing, ``why`` says what."""
+    """One measured run. A pair is (predicted, measured); None where either side is missing, and ``why`` says what is."""
 
     tag: str
     mode: str
@@ -51,32 +51,49 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def model_of(line: dict[str, Any]) -> GPTConfig:
-    """The shape of a run: its preset with the line's context, vocabulary and other fields; checked against ``params``.
+KINDS = {name: type(value) for name, value in preset("tiny").to_dict().items()}
+SHAPE = ("layers", "heads", "kv_heads", "width", "ff_width", "norm", "positions", "activation", "tied", "bias")
 
-    Options of the recorded command fill in shapes that the line does not hold.
+
+def model_of(line: dict[str, Any]) -> GPTConfig:
+    """The shape of a run, checked against ``params``: its preset's, or of a size that is none (custom) all from the line.
+
+    The line's fields come first, then its ``shape``, then options of the recorded command.
+
+    Raises:
+        UserError: a shape that the line does not hold, that cannot be built, or that has other parameters.
     """
-    fields: dict[str, Any] = {**shape_from_command(str(line.get("command") or "")), **(line.get("shape") or {})}
+    size = str(line["size"])
+    fields = shape_from_command(str(line.get("command") or ""))
+    fields |= {name: value for name, value in (line.get("shape") or {}).items() if name in KINDS}
+    fields |= {name: line[name] for name in SHAPE if line.get(name) is not None}
     fields["context"] = line.get("context") or fields.get("context")
     fields["vocab_size"] = line.get("vocab") or fields.get("vocab_size")
-    config = preset(str(line["size"]), **fields)
+    if size not in PRESETS and (missing := [name for name in ("layers", "heads", "width") if name not in fields]):
+        raise UserError(f"size {size!r} is no preset, and the line holds no shape ({', '.join(missing)})")
+    config = built(size, fields)
     wanted = line.get("params")
     if wanted and config.parameters() != wanted and not line.get("vocab"):
         rest = wanted - config.parameters() + config.vocab_size * config.width * (1 if config.tied else 2)
         rows = rest // (config.width * (1 if config.tied else 2))
-        config = preset(str(line["size"]), **{**fields, "vocab_size": max(1, rows)})
+        config = built(size, {**fields, "vocab_size": max(1, rows)})
     if wanted and config.parameters() != wanted:
         raise UserError(f"{config.parameters():,} parameters for its shape, but the run says {wanted:,}")
     return config
 
 
+def built(size: str, fields: dict[str, Any]) -> GPTConfig:
+    if size in PRESETS:
+        return preset(size, **fields)
+    return GPTConfig(**{name: value for name, value in fields.items() if value is not None})
+
+
 def shape_from_command(command: str) -> dict[str, Any]:
     """`--model.layers 4` and the like, for the fields of a GPTConfig."""
-    kinds = {f: type(v) for f, v in preset("tiny").to_dict().items()}
     found: dict[str, Any] = {}
     for name, value in re.findall(r"--model\.(\w+)[= ](\S+)", command):
-        if name in kinds:
-            kind = kinds[name]
+        if name in KINDS:
+            kind = KINDS[name]
             found[name] = value.lower() == "true" if kind is bool else kind(value)
     return found
 
@@ -84,8 +101,8 @@ def shape_from_command(command: str) -> dict[str, Any]:
 def job_of(line: dict[str, Any], calibration: Calibration | None, link: Link) -> Job:
     """The job a results line describes. Under a mode this version plans."""
     mode, world = str(line["mode"]), int(line["world"])
-    if mode not in STRATEGIES or line["size"] not in PRESETS:
-        raise UserError(f"mode {mode!r}, size {line['size']!r} cannot be planned")
+    if mode not in STRATEGIES:
+        raise UserError(f"mode {mode!r} cannot be planned; {', '.join(STRATEGIES)} can")
     device = device_by_name(str(line.get("device") or "unknown"))
     return Job(
         model_of(line),
@@ -142,7 +159,9 @@ def compare_line(line: dict[str, Any], calibration: Calibration | None, link: Li
     try:
         job = job_of(line, calibration, link)
         found = estimate(job, str(line["mode"]))
-    except (KeyError, UserError) as error:
+    except KeyError as error:
+        return Comparison(*head, None, None, f"the line has no {error}")
+    except (TypeError, ValueError) as error:  # UserError is a ValueError; the others: a field of another kind
         return Comparison(*head, None, None, f"{error}")
     if found.impossible:
         return Comparison(*head, None, None, found.impossible)
@@ -151,4 +170,16 @@ def compare_line(line: dict[str, Any], calibration: Calibration | None, link: Li
         memory = (found.peak_bytes / GIB, float(line["mem_gib"]))
     if line.get("step_ms") and found.times and found.times.step:
         step = (found.times.step * 1e3, float(line["step_ms"]))
-    return Comparison(*head, memory, step)
+    why = [] if memory else ["memory: the run has no peak of the device (mem_gib), as on a CPU"]
+    why += [] if step else [f"step: {why_no_step(line, job, found)}"]
+    return Comparison(*head, memory, step, "; ".join(why))
+
+
+def why_no_step(line: dict[str, Any], job: Job, found: Estimate) -> str:
+    """What is missing for a planned step time, or for a measured one."""
+    if not line.get("step_ms"):
+        return "the run has no time of a step (step_ms)"
+    if found.times is None:
+        what = f"no rates are known for {job.device.name} in {job.precision}"
+        return f"{what}: no calibration matches (`doctor --measure` there makes one) and no peak is listed"
+    return f"no link is known between {job.world} ranks; give --link, or --calibration with one measured"
