@@ -1,6 +1,8 @@
 """The options of `plan`, and the job they describe. Reads the calibration cache and, for `--device auto`, the devices."""
 
 import argparse
+import difflib
+import math
 import platform
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from lit_gpt_dist.planner.job import ASSUMED_MFU, RESERVE_GIB, Job
 from lit_gpt_dist.planner.layout import STRATEGIES
 from lit_gpt_dist.planner.memory import MOMENTS
 
+# Adam moves a weight by about the learning rate at each step (Kingma and Ba 2015, section 2.1): 1 is far beyond any use.
+LARGEST_LEARNING_RATE = {"sgd": 100.0, "adamw": 1.0, "adam8bit": 1.0}
 SHAPE_OPTIONS = {
     "context": int,
     "vocab_size": int,
@@ -115,6 +119,7 @@ def add_training(options: ToolParser) -> None:
 def machine_of(options: argparse.Namespace) -> tuple[Device, int]:
     """The device and how many a node has; what `auto` cannot find stays unknown."""
     if options.device != "auto":
+        refuse_misspelt(options.device)
         return device_by_name(options.device, options.memory_gib), options.devices or 1
     from lit_gpt_dist.doctor.devices import visible_devices  # only here does planning look at the machine
 
@@ -147,17 +152,42 @@ def link_of(options: argparse.Namespace, device: Device, devices: int, calibrati
     return link_by_name("nvlink", device) if topology and topology.fully_nvlinked else UNKNOWN_LINK
 
 
+def refuse_misspelt(name: str) -> None:
+    """A word close to a listed device is a slip; names with spaces are drivers' and may be of cards that are not listed.
+
+    Raises:
+        UserError: with the nearest names.
+    """
+    near = difflib.get_close_matches(name.lower(), [*DEVICES, "auto"], n=3, cutoff=0.6)
+    if device_by_name(name).peak_flops is None and " " not in name and near:
+        raise UserError(
+            f"device {name!r} is not known; did you mean {' or '.join(near)}? One that is not listed is named as its driver prints it "
+            f'("NVIDIA {name.upper()}"), with --memory_gib'
+        )
+
+
 def positive(options: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise UserError(f"{name} is {value:g}, but must be above 0; give a positive number")
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name} is {value:g}, but must be above 0 and finite; give a positive number")
+
+
+def check_learning_rate(base_lr: float | None, base_batch: int | None, optimizer: str) -> None:
+    largest = LARGEST_LEARNING_RATE[optimizer]
+    if (base_lr is None) != (base_batch is None):
+        raise UserError("one of --base_lr and --base_batch is missing; the rule needs both")
+    if base_lr is not None and not 0 < base_lr <= largest:
+        raise UserError(
+            f"base_lr is {base_lr:g}, but must be above 0 and at most {largest:g}; give a peak learning rate, such as 3e-4"
+        )
 
 
 def job_from(options: argparse.Namespace) -> Job:
     """Raises UserError for anything that cannot be planned."""
     positive(options, "devices", "nodes", "micro_batch", "global_batch", "memory_gib", "tokens", "mtbf_hours", "batch",
-             "checkpoint_seconds", "base_lr", "base_batch")  # fmt: skip
+             "checkpoint_seconds", "base_batch")  # fmt: skip
+    check_learning_rate(options.base_lr, options.base_batch, options.optimizer)
     names = (*SHAPE_OPTIONS, *SHAPE_CHOICES, *SHAPE_FLAGS)
     shape = {name: getattr(options, f"model.{name}") for name in names}
     device, devices = machine_of(options)

@@ -1,15 +1,21 @@
 """`lit-gpt-dist plan` as a person uses it: in process, except for what it imports."""
 
+import io
 import json
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import preset
 from lit_gpt_dist.planner.command import main
+from lit_gpt_dist.planner.estimate import estimate
 from lit_gpt_dist.planner.explain import FIGURES
+from lit_gpt_dist.planner.layout import STRATEGIES
+from lit_gpt_dist.planner.options import job_from, parser
+from lit_gpt_dist.planner.render import memory_table, time_table
 
 MACHINE = ["--device", "h100", "--devices", "8", "--link", "nvlink", "--no_calibration"]
 BIG = ["--model.size", "big", "--model.context", "1024", "--model.vocab_size", "50304", "--global_batch", "512"]
@@ -26,6 +32,48 @@ def test_a_plan_shows_every_strategy_and_recommends_one(capsys):
         assert name in out
     assert "Recommended: DDP" in out
     assert "lit-gpt-dist fit --model.size big --model.context 1024" in out
+
+
+def test_strategies_that_cannot_split_the_batch_are_named_where_others_can(capsys):
+    out = run(capsys, "--model.size", "baby", *MACHINE, "--global_batch", "96")
+    assert "ddp, zero1, zero2, fsdp2: global batch 96 is not divisible by micro batch 16 × 8 data ranks = 128" in out
+
+
+HEADERS = {
+    "strategy",
+    "fits",
+    "peak",
+    "weights",
+    "workspace",
+    "moment",
+    "no no_sync",
+    "exposed ms",
+    "step ms",
+    "tok/s",
+    "eff.",
+}
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_tables_leave_columns_out_rather_than_cut_them_and_say_which(width):
+    estimates = [estimate(job_from(parser().parse_args([*BIG, *MACHINE])), name) for name in STRATEGIES]
+    console = Console(width=width, file=io.StringIO())
+    for table in (memory_table(estimates), time_table(estimates)):
+        table.print_to(console)
+    out = console.file.getvalue()
+    assert all(header in out for header in HEADERS)  # in the table or among those left out
+    assert ("Too narrow here for: " in out) == (width < 160)
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= width
+    for header in ("strategy", "fits", "peak", "step ms", "tok/s", "eff."):
+        assert f" {header} " in out
+
+
+def test_a_pipe_has_every_column(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run(capsys, *BIG, *MACHINE)
+    assert "Too narrow" not in out
+    assert " workspace " in out
 
 
 def test_planning_imports_neither_torch_nor_lightning():
@@ -88,15 +136,23 @@ def test_inference_shows_each_width(capsys):
         (["--device", "h100", "--micro_batch", "0"], "micro_batch"),
         (["--device", "h100", "--mfu", "1.5"], "mfu"),
         (["--device", "h100", "--base_lr", "1e-3"], "base_batch"),
+        (["--device", "h100", "--base_lr", "2", "--base_batch", "8"], "base_lr is 2, but must be"),
+        (["--device", "h100", "--base_lr", "0", "--base_batch", "8"], "base_lr is 0, but must be"),
+        (["--device", "h100", "--tokens", "inf"], "tokens is inf"),
+        (["--device", "h10"], "'h10' is not known; did you mean h100"),
         (["--device", "h100", "--explain", "nothing"], "nothing"),
         (["--device", "h100", "--compare", "/no/such/file"], "/no/such/file"),
         (["--device", "h100", "--model.width", "100"], "width"),
+        (["--device", "h100", "--devices", "8", "--global_batch", "100"], "100 is not divisible .* of 128$"),
+        (["--device", "h100", "--devices", "8", "--global_batch", "100", "--strategy", "ddp"], "100 is not divisible"),
+        (["--device", "h100", "--reserve_gib", "100"], "reserve 100 GiB is not below the 79.1 GiB"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_it(arguments, word):
+def test_a_mistake_is_one_line_that_names_it_before_anything_is_printed(arguments, word, capsys):
     with pytest.raises(UserError, match=word) as caught:
         main(arguments)
     assert "\n" not in str(caught.value)
+    assert capsys.readouterr().out == ""
 
 
 def result_line(**changes) -> dict:
@@ -129,8 +185,35 @@ def test_compare_says_why_a_line_cannot_be_compared(capsys, tmp_path):
         result_line(precision="64-true"),
         result_line(mem_gib=None, step_ms=None),
     )
-    assert [bool(one["why"]) for one in found] == [True, True, True, False]
+    assert [bool(one["why"]) for one in found] == [True] * 4
+    assert "mem_gib" in found[3]["why"]
     assert found[3]["memory_gib"] is None
+
+
+def test_compare_says_in_one_line_why_runs_on_a_cpu_have_no_figures(capsys, tmp_path):
+    path = tmp_path / "results.jsonl"
+    on_cpu = result_line(mem_gib=None, device="x86_64", precision="32-true")
+    path.write_text("".join(json.dumps(on_cpu | {"tag": f"run{i}"}) + "\n" for i in range(5)))
+    out = run(capsys, *MACHINE, "--compare", str(path))
+    assert "run0 (ddp, big), run1 (ddp, big), run2 (ddp, big) and 2 more: memory: the run has no peak" in out
+    assert out.count("no rates are known for x86_64 in 32-true") == 1
+
+
+@pytest.mark.parametrize("where", ["shape", "line"])
+def test_compare_plans_a_run_of_no_preset_from_the_shape_in_its_line(capsys, tmp_path, where):
+    shape = preset("big").to_dict()
+    shape = {name: shape[name] for name in ("layers", "heads", "kv_heads", "width", "ff_width", "norm", "tied", "bias")}
+    line = result_line(size="custom", vocab=50_304, **({"shape": shape} if where == "shape" else shape))
+    [one] = compare(capsys, tmp_path, line)
+    assert one["memory_gib"] == compare(capsys, tmp_path, result_line())[0]["memory_gib"]
+
+
+def test_compare_says_that_a_run_of_no_preset_has_no_shape(capsys, tmp_path):
+    unknown, damaged = compare(
+        capsys, tmp_path, result_line(size="custom"), result_line(size="custom", layers="x", heads=1, width=8)
+    )
+    assert "'custom' is no preset, and the line holds no shape (layers, heads, width)" in unknown["why"]
+    assert damaged["why"]
 
 
 def test_compare_reads_shapes_from_the_recorded_command(capsys, tmp_path):
