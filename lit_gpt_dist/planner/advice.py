@@ -26,6 +26,7 @@ NAMES = {
 WORTH_SAYING = 0.10  # below it the order of cost decides alone: the planner's times are not that sharp
 LATENCY_BOUND_SECONDS = 0.010  # shorter micro-batches wait for kernels to start, which is not planned: see docs/plan.md
 ORDER = ("ddp", "zero1", "zero2", "fsdp2", "hsdp", "tp", "pp")
+SHARDED = ("fsdp2", "hsdp")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def fit_command(job: Job, strategy: str, model_options: str) -> str | None:
         f"--trainer.precision {job.precision} --model.recompute {'full' if job.recompute else 'none'}",
     ]
     if strategy != "single":
-        options.append(f"--trainer.strategy {strategy} --trainer.devices {job.devices}")
+        chosen = strategy if job.no_sync else f"{strategy.upper()} --trainer.strategy.no_sync false"
+        options.append(f"--trainer.strategy {chosen} --trainer.devices {job.devices}")
         options += [f"--trainer.num_nodes {job.nodes}"] if job.nodes > 1 else []
     return " ".join(options)
 
@@ -127,12 +129,16 @@ def step_seconds(found: Estimate) -> float | None:
 
 
 def fitting(job: Job, strategy: str) -> tuple[Job, Estimate] | None:
-    """The job as given, then with a smaller micro-batch, then both with recomputation: the first that fits."""
+    """The job as given, then with a smaller micro-batch, then both with recomputation: the first that fits.
+
+    Sharded gradients stay whole while they accumulate, so FSDP2 and HSDP last try a reduction after every micro-batch.
+    """
     plan = layout(job, strategy)
     if plan.impossible:
         return None
-    for recompute in dict.fromkeys((job.recompute, True)):
-        asked = replace(job, recompute=recompute)
+    reductions = (job.no_sync, False) if strategy in SHARDED else (job.no_sync,)
+    for no_sync, recompute in dict.fromkeys((n, r) for n in reductions for r in (job.recompute, True)):
+        asked = replace(job, no_sync=no_sync, recompute=recompute)
         smaller = asked.with_micro_batch(largest_dividing_micro_batch(asked, plan) or job.micro_batch)
         for candidate in (asked, smaller):
             found = estimate(candidate, strategy)
@@ -179,11 +185,21 @@ def consider(job: Job, strategy: str) -> tuple[Job | None, str]:
         return None, f"not advised over {job.link.name}: {why}; it wants NVLink inside a node"
     found = fitting(job, strategy)
     if found is None:
-        asked = estimate(job, strategy)
-        return None, asked.impossible or f"needs {gib(asked.peak_bytes)} of {gib(job.usable_bytes)} usable"
+        return None, why_too_large(job, strategy)
     if strategy in NOT_TRAINABLE:
         return None, "would fit, but `fit` of this version does not run it"
     return found[0], ""
+
+
+def why_too_large(job: Job, strategy: str) -> str:
+    asked = estimate(job, strategy)
+    least = estimate(
+        replace(job, micro_batch=1, recompute=True, no_sync=job.no_sync and strategy not in SHARDED), strategy
+    )
+    if least.impossible:
+        return least.impossible
+    as_asked = "" if asked.impossible else f"{gib(asked.peak_bytes)} as asked, "
+    return f"needs {as_asked}{gib(least.peak_bytes)} recomputing one window at a time; {gib(job.usable_bytes)} usable"
 
 
 def chosen_reason(job: Job, chosen: Job, strategy: str) -> str:
@@ -195,6 +211,8 @@ def chosen_reason(job: Job, chosen: Job, strategy: str) -> str:
         reason += ", with recomputation"
     if chosen.micro_batch != job.micro_batch:
         reason += f", in micro-batches of {chosen.micro_batch}"
+    if job.no_sync and not chosen.no_sync:
+        reason += ", reducing after every micro-batch, since accumulating with one reduction keeps whole gradients"
     if found.times and found.times.step and found.times.exposed is not None:
         share = found.times.exposed / found.times.step
         reason += f"; exposed communication {share:.0%} of a step, {judge_communication(share)}"
@@ -208,7 +226,8 @@ def notes(job: Job, strategy: str) -> tuple[str, ...]:
     if times and times.step and times.exposed is not None and times.exposed / times.step > 0.2:
         lines.append("a larger global batch at the same micro-batch accumulates more per reduction and hides more")
     if found.accumulate > 1 and not job.no_sync:
-        lines.append(f"no_sync is off: {found.accumulate} reductions a step where one is enough")
+        enough = "where one is enough" if strategy == "ddp" else "where one is enough if whole gradients fit"
+        lines.append(f"no_sync is off: {found.accumulate} reductions a step {enough}")
     if job.link.kind == "unknown" and job.world > 1:
         lines.append("no link was given, so communication has no time; give --link")
     if strategy == "fsdp2" and found.accumulate > 1 and job.no_sync:

@@ -182,6 +182,14 @@ def test_recomputation_is_tried_at_the_micro_batch_asked_for():
     assert (advice.strategy, advice.job.micro_batch, advice.job.recompute) == ("fsdp2", 1, True)
 
 
+def test_fsdp2_reduces_every_micro_batch_where_whole_gradients_do_not_fit():
+    small = DEVICES["a100-40gb"]
+    link = link_by_name("nvlink", small)
+    advice = advise(Job(preset("4b"), small, devices=2, link=link, global_batch=64, micro_batch=1))
+    assert (advice.strategy, advice.job.no_sync) == ("fsdp2", False)
+    assert "--trainer.strategy FSDP2 --trainer.strategy.no_sync false" in advice.command("--model.size 4b")
+
+
 def test_a_smaller_micro_batch_is_judged_with_the_accumulation_it_leads_to():
     plan, asked = layout(job(), "fsdp2"), job(global_batch=128)
     needed = estimate(replace(asked, micro_batch=8, global_batch=64), "fsdp2").peak_bytes  # not accumulating
