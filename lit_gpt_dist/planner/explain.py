@@ -153,6 +153,12 @@ def communication_lines(job: Job, found: Estimate) -> list[str]:
     bandwidth = job.slowest_link.bandwidth or 0.0
     ideal = replace(parts, first_gather=0.0, last_step=0.0, last_reduce=0.0)
     _, ideally_exposed = exposed_of(job, found.layout, found.accumulate, micro, ideal)
+    how = (
+        ", the larger of what backward (a gather: forward) is too short for and what is never hidden; "
+        f"{ideally_exposed * 1e3:.2f} ms if all could overlap"
+    )
+    if found.layout.data_ranks == 1:
+        how = ""
     return [
         f"link {job.slowest_link.name}, {bandwidth / 1e9:.1f} GB/s ({job.slowest_link.source})",
         f"once a step {parts.step * 1e3:.2f} ms; a micro-batch: gather {parts.gather * 1e3:.2f}, reduction {parts.reduce * 1e3:.2f}, "
@@ -160,8 +166,7 @@ def communication_lines(job: Job, found: Estimate) -> list[str]:
         f"all of it: {found.times.communication * 1e3:.2f} ms",
         f"hidden behind backward: up to {time.BACKWARD_SHARE:.2f} × {micro * 1e3:.2f} ms = {time.BACKWARD_SHARE * micro * 1e3:.2f} ms",
         *never_hidden(job, found, parts),
-        f"exposed: {found.times.exposed * 1e3:.2f} ms, the larger of what backward (a gather: forward) is too short for and what is never "
-        f"hidden; {ideally_exposed * 1e3:.2f} ms if all could overlap",
+        f"exposed: {found.times.exposed * 1e3:.2f} ms{how}",
     ]
 
 
