@@ -14,9 +14,14 @@ from lit_gpt_dist.help import FULL, first_screen
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true")
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
 
+IN_TEXT = re.compile(r' in "<[^"]*>", (?=line)')  # where YAML's reader stumbled
+IMPORTED = "give a class that Python imports, as MODULE.NAME"
+
 
 class Parser(LightningArgumentParser):
     """Errors are one line; a misspelt option gets a suggestion, and is never taken for the one it begins."""
+
+    _config_file: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
@@ -28,8 +33,15 @@ class Parser(LightningArgumentParser):
     def full_help(self) -> str:
         return super().format_help()
 
+    def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a config file; remembers which, for what ``error`` says of it."""
+        self._config_file = cfg_path
+        parsed = super().parse_path(cfg_path, *args, **kwargs)
+        self._config_file = None
+        return parsed
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UserError(readable(message, known_options(self)))
+        raise UserError(readable(message, known_options(self), self._config_file))
 
 
 def known_options(parser: Any) -> dict[str, Any]:
@@ -43,11 +55,12 @@ def known_options(parser: Any) -> dict[str, Any]:
     return {name: action for name, action in known.items() if not name.endswith("help")}
 
 
-def readable(message: str, known: dict[str, Any]) -> str:
+def readable(message: str, known: dict[str, Any], config_file: Any = None) -> str:
     """jsonargparse's message as one line with value, rule and remedy.
 
     Args:
         known: what ``known_options`` gives.
+        config_file: the one being read, if one is.
     """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     line = " ".join(lines)
@@ -61,8 +74,10 @@ def readable(message: str, known: dict[str, Any]) -> str:
         return f"config file {found[1]} does not exist; give the path of a YAML file"
     if found := re.match(r'Parser key "config": .*? not a file: \'(.*)\'', line):
         return f"config {found[1]} is not a file; give the path of a YAML file"
-    if line.startswith(("Problems parsing config", "Unexpected config")):
-        return f"a config file holds no options in YAML ({line}); write them as in configs/tiny.yaml"
+    if line.startswith(("Problems parsing config", "Unexpected config")) or IN_TEXT.search(line):
+        return no_yaml(line, config_file)
+    if found := re.match(r'Parser key "config": (.*)', line):  # given as text: what was wrong in it has been told
+        return found[1]
     if found := re.match(r"argument (\S+): expected", line):
         allowed = describe(type_of(known.get(found[1].lstrip("-"))))
         return f"option {found[1]} needs a value{f': {allowed}' if allowed else ''}"
@@ -77,13 +92,20 @@ def readable(message: str, known: dict[str, Any]) -> str:
     return line
 
 
+def no_yaml(line: str, config_file: Any) -> str:
+    """For a config file, or text given in its place, that is no YAML, or none with options."""
+    what = f"config file {config_file}" if config_file else "the text given as --config"
+    reason = IN_TEXT.sub(" at ", line.partition(": ")[2]) if IN_TEXT.search(line) else ""
+    return f"{what} holds no options in YAML{f' ({reason})' if reason else ''}; write them as in configs/tiny.yaml"
+
+
 def wrong_value(name: str, lines: list[str], known: dict[str, Any]) -> str:
     """For a value that is not of its option's type: the value, and what it may be."""
-    reasons = [line[2:] for line in lines if line.startswith("- ") and not line.startswith("- Expected a")]
-    if name == "trainer.strategy":
-        reason = " ".join(lines[lines.index(f"- {reasons[0]}") :]).split("- Expected")[0][2:].strip() if reasons else ""
-        return f"strategy: {reason or 'options belong to a class; name it first: --trainer.strategy DDP (or FSDP2)'}"
     value = next((found[1] for line in reversed(lines) if (found := re.search(r"(?:Got|Given) value: (.*)", line))), "")
+    if fault := wrong_class(name, value, lines):
+        return fault
+    if name == "trainer.strategy":
+        return "strategy: options belong to a class; name it first: --trainer.strategy DDP (or FSDP2)"
     if name == "trainer.precision":
         return f"precision {value} is not one of {', '.join(PRECISIONS)}"
     if name in ("seed_everything", "model.seed"):
@@ -93,6 +115,42 @@ def wrong_value(name: str, lines: list[str], known: dict[str, Any]) -> str:
     if not value or not allowed:
         return " ".join(lines)
     return f"{name} {value} is not {allowed}{nearest_of(value, literals(hint))}"
+
+
+def wrong_class(name: str, value: str, lines: list[str]) -> str | None:
+    """For an option that takes a class and its arguments: which of them, and why not. None: it is about neither."""
+    fault, detail = fault_of(lines)
+    if argument := re.match(
+        r"NestedArg\(key='.*?', val='?(.*?)'?\)$", value
+    ):  # one argument of a class named before it
+        value = argument[1]
+    if found := re.match(r"Problem with given class_path '(.*)'", fault):
+        return f"{name} {found[1]}: {detail}; {IMPORTED}"
+    if fault.startswith("Expected a dot import path string") and not argument:
+        return f"{name} {value}: there is no such class; {IMPORTED}"
+    if found := re.match(r"Import path does not correspond to a subclass of (\w+)", fault):
+        return f"{name} {value} is not a {found[1]}; {IMPORTED}"
+    if found := re.match(r"the following arguments are required: (.+)", fault):
+        missing = found[1].split(", ")
+        return f"{name} {lacking(value, missing[0])} needs {' and '.join(missing)}; add --{name}.{missing[0]} VALUE"
+    if found := re.match(r"unknown option (\S+); (did you mean --)?(\S+)", fault):
+        remedy = f"{found[2]}{name}.{found[3]}" if found[2] else f"--{name}.help CLASS lists those of a class"
+        return f"unknown option --{name}.{found[1]}; {remedy}"
+    return f"{name}.{fault}" if " is not " in fault else None
+
+
+def fault_of(lines: list[str]) -> tuple[str, str]:
+    """The first reason of a refused value that says more than that it is of another type, and the line behind it."""
+    reasons = lines[lines.index("Errors:") + 1 :] if "Errors:" in lines else []
+    at = next((i for i, line in enumerate(reasons) if line.startswith("- ") and "Expected a <class" not in line), None)
+    return ("", "") if at is None else (reasons[at][2:], " ".join(reasons[at + 1 : at + 2]))
+
+
+def lacking(value: str, argument: str) -> str:
+    """The name of the class, of perhaps several, that has no such argument."""
+    classes = re.findall(r"class_path'?[=:] ?'([\w.]+)'(.*?)(?=class_path|$)", value)
+    names = [path for path, arguments in classes if f"{argument}=None" in arguments] or [path for path, _ in classes]
+    return (names or [value])[-1].rpartition(".")[2]
 
 
 def type_of(action: Any) -> Any:
