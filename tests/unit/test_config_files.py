@@ -1,6 +1,8 @@
 """Every file in configs/ parses, names a model that can be built, and merges with every overlay."""
 
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import yaml
 from jsonargparse import Namespace
 
 from lit_gpt_dist import fit
+from lit_gpt_dist.data.corpus import load_corpus
 from lit_gpt_dist.data.windows import plan_batch, usual_micro
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import PRESETS, preset
@@ -15,6 +18,7 @@ from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import LEARNING_RATES
 from lit_gpt_dist.parallel import HSDP, STRATEGIES
+from lit_gpt_dist.parallel.compile import Compile
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = sorted(CONFIGS.glob("*.yaml"))
@@ -58,6 +62,16 @@ def test_config_parses_and_its_model_is_built_with_the_shape_it_tells(path: Path
     for name, told in comments(path).items():  # "width: null  # 64" says what null comes to
         assert str(getattr(config, name)) == told, f"{path.name}: {name} is {getattr(config, name)}"
     assert comments(path, "optim")["lr"] == f"peak rate; null: {LEARNING_RATES[path.stem]:.5f}".rstrip("0")
+
+
+@pytest.mark.parametrize("path", SIZES, ids=lambda path: path.stem)
+def test_choices_told_in_a_comment_are_those_that_fit_takes(path: Path, text: Path) -> None:
+    told = dict(re.findall(r"\n  (compile|tokenizer): .*?# (.*);", path.read_text()))
+    kinds = set(re.split(", | or ", told["compile"].removeprefix("torch.compile: ")))
+    assert kinds | {"auto"} == set(get_args(Compile))
+    for name in re.split(", | or a ", told["tokenizer"].partition(";")[0]):
+        if name != "tokenizer.json":
+            load_corpus(str(text), name)
 
 
 @pytest.mark.parametrize("path", SIZES, ids=lambda path: path.stem)
