@@ -1,11 +1,19 @@
 """Refuses, before anything is built or written, options that the parser takes and training would stumble over."""
 
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from jsonargparse import Namespace
+from lightning.fabric.plugins.environments import (
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 
 from lit_gpt_dist.arguments import nearest
 from lit_gpt_dist.errors import UserError
@@ -15,6 +23,13 @@ from lit_gpt_dist.parsing import PRECISIONS
 from lit_gpt_dist.runs import global_rank
 
 MOST_SEED = 2**32 - 1  # numpy's largest
+LAUNCHERS = (
+    TorchElasticEnvironment,
+    SLURMEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+)  # those that Lightning looks for
+BY_HAND = {"MASTER_ADDR", "NODE_RANK", "LOCAL_RANK"}
 SHORT_PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}  # Lightning's own aliases
 
 
@@ -31,6 +46,7 @@ def check_options(options: Namespace, stage: str) -> None:
     check_strategy(trainer.strategy)
     check_size(options.model.size)
     check_devices(trainer.accelerator, trainer.devices)
+    check_launcher(trainer)
     check_precision(trainer.precision, trainer.accelerator)
     check_tag(options.tag)
     if stage == "fit" and trainer.max_epochs not in (None, -1):
@@ -95,6 +111,26 @@ def check_devices(accelerator: Any, devices: Any) -> None:
         raise UserError(
             f"trainer.devices {devices}: this machine has {there} GPUs; use --trainer.devices {there} or fewer"
         )
+
+
+def check_launcher(trainer: Namespace) -> None:
+    """Several machines, and nothing that starts processes on the others: this one would wait for them in silence.
+
+    Variables set by hand on each machine are Lightning's own way, and go without a launcher.
+    """
+    nodes = trainer.num_nodes
+    if nodes <= 1 or trainer.plugins or not BY_HAND.isdisjoint(os.environ):
+        return
+    if any(environment.detect() for environment in LAUNCHERS):
+        return
+    numbers = str(trainer.devices).strip("[]").replace(",", " ").split()
+    devices = len(numbers) if len(numbers) > 1 else numbers[0] if numbers and numbers[0].isdigit() else None
+    torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {devices or max(1, torch.cuda.device_count())}"
+    raise UserError(
+        f"trainer.num_nodes {nodes}, but there is no launcher to start the other machines' processes; type on each (HOST: the "
+        f"first one) {torchrun} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m lit_gpt_dist {shlex.join(sys.argv[1:])} "
+        "(docs/training.md#several-machines)"
+    )
 
 
 def check_precision(precision: Any, accelerator: Any) -> None:
