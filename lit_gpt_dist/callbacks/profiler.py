@@ -31,6 +31,8 @@ class StepProfiler(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         self._first, self._last = parse_profile(self.steps, trainer.global_step + WARMED_UP)
+        if missed := beyond_the_run((self._first, self._last), trainer.global_step, trainer.max_steps):
+            tell(trainer, f"warning: --profile {self.steps}: {missed}")
         trainer.fit_loop.epoch_loop.watchers += (lambda: self._begin(DATA),)  # type: ignore[attr-defined]
         self._start_if_due(trainer, module)
 
@@ -83,9 +85,29 @@ class StepProfiler(pl.Callback):
             self._profile.stop()
         self._profile = None
         folder = trainer.run_dir / FOLDER  # type: ignore[attr-defined]
-        tell(trainer, f"traced steps {self._first} to {self._last}: lit-gpt-dist trace {folder}")
+        last = min(self._last, trainer.global_step)
+        tell(trainer, f"traced steps {self._first} to {last}: lit-gpt-dist trace {folder}")
 
     def _write(self, trainer: Any, finished: Any) -> None:
         folder = Path(trainer.run_dir) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         finished.export_chrome_trace(str(folder / f"rank-{trainer.global_rank}.json.gz"))
+
+
+def beyond_the_run(span: tuple[int, int], start: int, max_steps: int) -> str | None:
+    """What to say where a run from ``start`` on does not take all steps of ``span``; None: it does.
+
+    Args:
+        span: first and last step to trace, counted from 1.
+        max_steps: the run's last step; -1: it has none.
+    """
+    first, last = span
+    if first > start and (last <= max_steps or max_steps < 0):
+        return None
+    if start < first <= max_steps:
+        return f"the run ends after step {max_steps}; steps {first} to {max_steps} are traced"
+    example = f"{max(start + 1, max_steps - 2)}-{max_steps}"
+    return (
+        f"steps {first} to {last} are not all among this run's {start + 1} to {max_steps}, and nothing is traced; "
+        f"use a span within them, for example --profile {example}"
+    )
