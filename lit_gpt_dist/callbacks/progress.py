@@ -44,6 +44,7 @@ class StepBar(ProgressBar):
         self._task: TaskID | None = None
         self._printed_step = -1
         self._drawn_at = 0.0
+        self._validated_at: int | None = None  # the step of the validation loss that is known
 
     def disable(self) -> None:
         self.quiet = True
@@ -95,12 +96,22 @@ class StepBar(ProgressBar):
         recorder = find_recorder(trainer)
         reading = recorder.latest if recorder else None
         if self._progress is not None and self._task is not None:
-            text = describe(reading, trainer) if reading else "warming up"
+            text = describe(reading, *self._validation(trainer)) if reading else "warming up"
             self._progress.update(self._task, completed=trainer.global_step, reading=text)
         elif reading is not None and reading.step != self._printed_step:
             self._printed_step = reading.step
             left = time_left(reading, trainer.max_steps)
-            self.print(f"step {reading.step}/{trainer.max_steps}  {describe(reading, trainer)}{left}", soft_wrap=True)
+            text = describe(reading, *self._validation(trainer))
+            self.print(f"step {reading.step}/{trainer.max_steps}  {text}{left}", soft_wrap=True)
+
+    def _validation(self, trainer: pl.Trainer) -> tuple[float | None, int | None]:
+        """The last validation loss and its step."""
+        loss = trainer.callback_metrics.get("val/loss")
+        return None if loss is None else float(loss), self._validated_at
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self._validated_at = trainer.global_step
 
     def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
         self._close()
@@ -117,10 +128,10 @@ class StepBar(ProgressBar):
             self._progress = None
 
 
-def describe(reading: Reading, trainer: pl.Trainer) -> str:
+def describe(reading: Reading, val_loss: float | None, val_step: int | None) -> str:
     parts = [f"loss {reading.loss:.4f}"]
-    if "val/loss" in trainer.callback_metrics:
-        parts.append(f"val {float(trainer.callback_metrics['val/loss']):.4f}")
+    if val_loss is not None:
+        parts.append(f"val {val_loss:.4f}" + (f" (step {val_step})" if val_step not in (None, reading.step) else ""))
     if reading.tokens_per_second is not None:
         parts.append(f"{reading.tokens_per_second:,.0f} tok/s")
     return "  ".join(parts)
