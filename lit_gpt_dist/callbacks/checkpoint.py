@@ -5,21 +5,25 @@ tensors are copied into host memory.
 """
 
 import functools
+import os
+import shlex
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_gpt_dist.callbacks.notices import tell
 from lit_gpt_dist.callbacks.recorder import not_training
-from lit_gpt_dist.checkpoint import find, interval, retention
+from lit_gpt_dist.checkpoint import compatible, find, interval, retention
 from lit_gpt_dist.checkpoint import format as layout
 from lit_gpt_dist.checkpoint.retention import Keep
 from lit_gpt_dist.checkpoint.strategy import FolderCheckpoints, SaveOptions
 from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.summary import typed
 
 
 class CheckpointCallback(Callback):
@@ -84,11 +88,9 @@ class CheckpointCallback(Callback):
         folder = _folder(trainer)
         if trainer.is_global_zero and folder.is_dir():
             layout.sweep_temporary(folder, run_id)
-            others = [f for f in find.list_checkpoints(folder) if f.manifest and f.manifest.run_id != run_id]
-            if others:
+            if not trainer.global_step and mixes_with_others(trainer, folder, run_id):
                 print(
-                    f"warning: {folder} holds checkpoints of another run, which are left alone; with a --tag each, "
-                    "--ckpt_path last keeps to its own",
+                    f"warning: {folder} holds checkpoints of another run too; with a --tag each, --ckpt_path last keeps to its own",
                     file=sys.stderr,
                 )
         self._started, self._first_step = time.perf_counter(), trainer.global_step
@@ -125,6 +127,14 @@ class CheckpointCallback(Callback):
             mean = sum(self.blocked_seconds) / len(self.blocked_seconds)
             self.advice = interval.advice(mean, self.failure_hours, seconds / steps)
             rank_zero_info(self.advice)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_step < trainer.max_steps:
+            why, more = why_ended(trainer)
+            tell(
+                trainer,
+                f"ended after step {trainer.global_step:,} of {trainer.max_steps:,}: {why}{go_on(trainer, self, more)}",
+            )
 
     def save(self, trainer: pl.Trainer, background: bool | None = None) -> None:
         """Saves this step, unless it is saved already. Collective; waits for a save that is still being written.
@@ -179,6 +189,44 @@ class CheckpointCallback(Callback):
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics({"speed/checkpoint_blocked_seconds": self.blocked_seconds[-1]}, step=step)
+
+
+def go_on(trainer: pl.Trainer, callback: CheckpointCallback, more: str = "") -> str:
+    """The end of a message: where the run was saved last, and the command that goes on from there. On rank 0."""
+    saved = callback.last_path or _strategy(trainer).loaded_from
+    if saved is None:
+        return "; nothing was saved"
+    path, config = shlex.quote(str(saved)), Path(getattr(trainer, "run_dir", trainer.default_root_dir)) / "config.yaml"
+    if trainer.num_nodes > 1 or started_by_a_launcher() or not config.exists():
+        command = f"the same command with --ckpt_path {path}{more}"
+    else:
+        command = f"{typed('lit-gpt-dist')} fit --config {shlex.quote(str(config))} --ckpt_path {path}{more}"
+    last = (
+        "saved as" if callback.saved_step == trainer.global_step else f"last saved after step {callback.saved_step} as"
+    )
+    return f"; {last} {saved}; to go on:\n  {command}"
+
+
+def mixes_with_others(trainer: pl.Trainer, folder: Path, run_id: str) -> bool:
+    """Whether ``--ckpt_path last`` could take this run's checkpoints for another's: no tag, and the same model."""
+    sieves = compatible.sieves_of(trainer)
+    others = (one for one in find.list_checkpoints(folder) if one.manifest and one.manifest.run_id != run_id)
+    return "another tag" not in sieves and any(all(keeps(one.document) for keeps in sieves.values()) for one in others)
+
+
+def started_by_a_launcher() -> bool:
+    """Whether torchrun or srun started this process: they are part of the command to type."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" in os.environ
+
+
+def why_ended(trainer: pl.Trainer) -> tuple[str, str]:
+    """What ended training before its last step, and the options without which it would do so again at once."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, Timer) and (callback.time_remaining() or 0) <= 0:
+            return "max_time is over", " --trainer.max_time null"
+        if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
+            return f"EarlyStopping: {callback.stopping_reason_message.rstrip('.')}", ""
+    return "it was asked to stop", ""
 
 
 def _folder(trainer: pl.Trainer) -> Path:

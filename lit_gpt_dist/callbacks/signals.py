@@ -20,7 +20,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
+from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback, go_on
+from lit_gpt_dist.callbacks.notices import tell
 from lit_gpt_dist.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, RunStopped
 
 CONTINUE, REQUEUE, INTERRUPT, SAVE_FAILED = 0, 1, 2, 3  # the largest that any rank wants is what all do
@@ -76,7 +77,8 @@ class SignalCallback(Callback):
             return
         if decided == SAVE_FAILED and saver is not None:
             saver.wait()  # raises on every rank: a save fails on all or on none
-        _save(trainer)
+        saved = _save(trainer)
+        tell(trainer, f"stopped after step {trainer.global_step:,}{go_on(trainer, saved)}")
         raise RunStopped(EXIT_CODES[decided], trainer.global_step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -96,9 +98,12 @@ class SignalCallback(Callback):
             watch.stop()
 
 
-def _save(trainer: pl.Trainer) -> None:
-    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, CheckpointCallback)]  # type: ignore[attr-defined]
-    (callbacks or [CheckpointCallback()])[0].save(trainer, background=False)
+def _save(trainer: pl.Trainer) -> CheckpointCallback:
+    """The callback that saved, at once and whole."""
+    found = (callback for callback in trainer.callbacks if isinstance(callback, CheckpointCallback))  # type: ignore[attr-defined]
+    saver = next(found, None) or CheckpointCallback()
+    saver.save(trainer, background=False)
+    return saver
 
 
 def _end_at_once(trainer: pl.Trainer, code: int) -> None:
