@@ -23,12 +23,8 @@ from lit_gpt_dist.parsing import PRECISIONS
 from lit_gpt_dist.runs import global_rank
 
 MOST_SEED = 2**32 - 1  # numpy's largest
-LAUNCHERS = (
-    TorchElasticEnvironment,
-    SLURMEnvironment,
-    LSFEnvironment,
-    MPIEnvironment,
-)  # those that Lightning looks for
+# those that Lightning looks for
+LAUNCHERS = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)
 BY_HAND = {"MASTER_ADDR", "NODE_RANK", "LOCAL_RANK"}
 SHORT_PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}  # Lightning's own aliases
 

@@ -120,9 +120,8 @@ def wrong_value(name: str, lines: list[str], known: dict[str, Any]) -> str:
 def wrong_class(name: str, value: str, lines: list[str]) -> str | None:
     """For an option that takes a class and its arguments: which of them, and why not. None: it is about neither."""
     fault, detail = fault_of(lines)
-    if argument := re.match(
-        r"NestedArg\(key='.*?', val='?(.*?)'?\)$", value
-    ):  # one argument of a class named before it
+    # one argument of a class named before it
+    if argument := re.match(r"NestedArg\(key='.*?', val='?(.*?)'?\)$", value):
         value = argument[1]
     if found := re.match(r"Problem with given class_path '(.*)'", fault):
         return f"{name} {found[1]}: {detail}; {IMPORTED}"

@@ -222,10 +222,11 @@ def started_by_a_launcher() -> bool:
 def why_ended(trainer: pl.Trainer) -> tuple[str, str]:
     """What ended training before its last step, and the options without which it would do so again at once."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, Timer) and (callback.time_remaining() or 0) <= 0:
+        left = callback.time_remaining() if isinstance(callback, Timer) else None
+        if left is not None and left <= 0:
             return "max_time is over", " --trainer.max_time null"
         if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
-            return f"EarlyStopping: {callback.stopping_reason_message.rstrip('.')}", ""
+            return f"EarlyStopping: {callback.stopping_reason_message.partition(' Signaling')[0].rstrip('.')}", ""
     return "it was asked to stop", ""
 
 
