@@ -134,6 +134,11 @@ class GPTModule(RecordedSteps):
         """Builds, recomputes, compiles, shards, initialises: in this order, since hooks of sharding must sit outermost."""
         self.config = self._config_for_corpus()
         strategy: Any = self.trainer.strategy
+        if not hasattr(strategy, "build_context"):
+            raise UserError(
+                f"strategy {type(strategy).__name__} is Lightning's, but a GPTModule needs this project's, which know how to place "
+                "it; use lit_gpt_dist.trainer.Trainer"
+            )
         with strategy.build_context():
             self.model = GPT(self.config)
         set_recompute(self.model, self.recompute)

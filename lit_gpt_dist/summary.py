@@ -77,11 +77,17 @@ def finish(trainer: Any, options: Any) -> None:
         return
     console = Console(highlight=False, quiet=options.quiet)
     if not any(callback.line for callback in trainer.callbacks if isinstance(callback, ResultsWriter)):
-        console.print(
-            f"nothing to do: the checkpoint is at step {trainer.global_step:,}, and --trainer.max_steps {trainer.max_steps:,} is reached"
-        )
+        if trainer.global_step >= trainer.max_steps:
+            text = (
+                f"nothing to do: the checkpoint is at step {trainer.global_step:,}, "
+                f"and --trainer.max_steps {trainer.max_steps:,} is reached"
+            )
+            console.print(text, soft_wrap=True)
         return
     console.print(end_table(trainer))
+    if trainer.fast_dev_run:
+        console.print("fast_dev_run: nothing was written")
+        return
     root = Path(trainer.default_root_dir)
     weights = export_weights(trainer) if options.export else None
     if weights is not None and options.sample_tokens and not options.quiet:
@@ -113,7 +119,8 @@ def next_commands(trainer: Any, weights: Path | None) -> list[str]:
     if weights is not None:
         commands.insert(0, f"{typed('lit-gpt-dist')} generate {shlex.quote(str(weights))}")
     saved = last_checkpoint(trainer)
-    if saved is not None:  # named, not `last`: another run may save under the same root; the schedule stays as it was
+    if saved is not None and trainer.global_step >= trainer.max_steps:  # else how to go on was said already
+        # named, not `last`: another run may save under the same root; the schedule stays as it was
         schedule = trainer.lightning_module.schedule_steps
         commands.append(
             f"{typed('lit-gpt-dist')} fit --config {shlex.quote(str(trainer.run_dir / 'config.yaml'))} --ckpt_path {shlex.quote(str(saved))} "

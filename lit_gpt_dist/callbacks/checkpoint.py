@@ -142,6 +142,8 @@ class CheckpointCallback(Callback):
         Raises:
             SaveError: it failed, or the one before it did.
         """
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning leaves nothing behind then
+            return
         self._after_validation = False
         step = trainer.global_step
         strategy = _strategy(trainer)

@@ -50,6 +50,8 @@ class ResultsWriter(pl.Callback):
         memory = peak_memory(trainer)
         if trainer.is_global_zero:
             self.line = self._line(trainer, module) | memory | {"stopped": stopped}
+            if trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning leaves nothing behind then
+                return
             path = Path(trainer.default_root_dir) / "results.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:

@@ -24,7 +24,9 @@ _ENGLISH = "abcdefghijklmnopqrstuvwxyz"
 PRESET_CHARACTERS = {
     "ru-en": "".join(sorted(_RUSSIAN + _RUSSIAN.upper() + _ENGLISH + _ENGLISH.upper() + "0123456789 \n.,:;!?-—«»()")),
 }
-TOKENIZER_NAMES = "char, char:ru-en, byte, bpe, or the path of a tokenizer.json or of a prepared folder"
+TOKENIZER_NAMES = (
+    "char, char:ru-en, byte, bpe (which prepare trains), or the path of a tokenizer.json or of a prepared folder"
+)
 VOCABULARY_FILE = "vocabulary.json"  # of a prepared folder
 
 

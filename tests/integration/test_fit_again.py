@@ -133,3 +133,12 @@ def test_a_group_of_options_that_is_a_number_is_told_in_one_line(tmp_path: Path)
     refused = here("fit", "--config", str(tmp_path / "f.yaml"))
     assert refused.code == 2
     assert "trainer 5 is not a group of options" in refused.err
+
+
+def test_a_fast_dev_run_leaves_nothing(text: Path, tmp_path: Path) -> None:
+    ended = here(
+        "fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(tmp_path / "logs"), "--trainer.fast_dev_run", "2",
+    )  # fmt: skip
+    assert ended.code == 0, ended.text
+    assert "fast_dev_run: nothing was written" in ended.out
+    assert not list(tmp_path.rglob("*.jsonl")) + list(tmp_path.rglob("step-*")) + list(tmp_path.rglob("*.safetensors"))
