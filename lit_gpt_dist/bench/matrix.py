@@ -137,6 +137,8 @@ def unable(case: Case, machine: Machine) -> str:
         return f"this machine has {machine.cards} card{'s' if machine.cards != 1 else ''}"
     if case.strategy == "single" and case.devices > 1:
         return "single is one card by definition"
+    if case.precision in ("16-mixed", "16") and machine.cards is None:
+        return "precision 16-mixed does not run on a CPU; use bf16-mixed or 32-true"
     return ""
 
 

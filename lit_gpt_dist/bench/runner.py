@@ -1,6 +1,7 @@
 """Measures cases one after another, each in a fresh process, and writes down what came of it."""
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from lit_gpt_dist.bench.case import Case, Setting, case_hash, fit_arguments
 from lit_gpt_dist.bench.ledger import Ledger
 from lit_gpt_dist.bench.machine import Clocks
 from lit_gpt_dist.bench.process import Ended, run
+from lit_gpt_dist.errors import EXIT_USER_ERROR
 
 
 @dataclass
@@ -82,7 +84,7 @@ class Runner:
         if ended.code is None:
             return {"status": "failed", "error": f"no end after {self.timeout_seconds:g} s; {ended.last_words()}"}
         why = f"exit code {ended.code}" if ended.code else "it wrote no result"
-        return {"status": "failed", "error": f"{why}: {ended.last_words()}"}
+        return {"status": "failed", "exit_code": ended.code, "error": f"{why}: {ended.last_words()}"}
 
 
 def _last_line(path: Path) -> dict[str, Any] | None:
@@ -92,6 +94,20 @@ def _last_line(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def mistake_in(line: dict[str, Any]) -> str | None:
+    """What `fit` said of a user's mistake, which no repetition mends; None where the line is of anything else."""
+    if line.get("exit_code") != EXIT_USER_ERROR:
+        return None
+    said = [words.rpartition("error: ")[2] for words in line["error"].splitlines() if "error: " in words]
+    return said[-1] if said else line["error"]
+
+
+def is_about(mistake: str, options: Sequence[str]) -> bool:
+    """Whether a mistake names one of the options, as ``optim.lr`` or as ``lr``."""
+    names = [word.removeprefix("--").partition("=")[0].rpartition(".")[2] for word in options if word.startswith("--")]
+    return any(re.search(rf"\b{re.escape(name)}\b", mistake) for name in names if name)
 
 
 def interleaved(cases: Sequence[Case], rounds: int) -> list[tuple[Case, int]]:

@@ -9,7 +9,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
 from lit_gpt_dist.bench.case import Case
-from lit_gpt_dist.bench.runner import Runner, interleaved, time_left
+from lit_gpt_dist.bench.runner import Runner, interleaved, is_about, mistake_in, time_left
+from lit_gpt_dist.errors import UserError
 
 
 class Session:
@@ -24,6 +25,8 @@ class Session:
         self.results: list[dict[str, Any]] = []
         self.reused = 0
         self._seconds: dict[Case, list[float]] = {}
+        self._mistaken: set[Case] = set()  # cases that `fit` refuses: further rounds would end alike
+        self._last_mistake: tuple[Case, str] | None = None  # of the latest run, if that was one
         self._progress = Progress(
             TextColumn("[bold]{task.completed:.0f}/{task.total:.0f}[/]"),
             BarColumn(),
@@ -34,18 +37,26 @@ class Session:
         )
 
     def run_all(self, cases: Sequence[Case], rounds: int) -> None:
-        """All rounds of all cases, interleaved."""
+        """All rounds of all cases, interleaved. A case that is a user's mistake is run once.
+
+        Raises:
+            UserError: the mistake is one of all cases.
+        """
         order = interleaved(cases, rounds)
         with self._progress as progress:
             task = progress.add_task("", total=len(order), left="")
             for done, (case, number) in enumerate(order):
-                left = time_left(self._seconds, [pair for pair in order[done:] if self.runner.known(*pair) is None])
+                left = time_left(self._seconds, [pair for pair in order[done:] if self._is_to_run(*pair)])
                 progress.update(task, description=escape(f"{case.name}, round {number + 1}"), left=_left(left))
-                if self._has_time_for(case, number):
-                    self.one(case, number)
-                else:
-                    self.left_out += 1
+                if case not in self._mistaken:
+                    if self._has_time_for(case, number):
+                        self.one(case, number)
+                    else:
+                        self.left_out += 1
                 progress.update(task, completed=done + 1)
+
+    def _is_to_run(self, case: Case, number: int) -> bool:
+        return case not in self._mistaken and self.runner.known(case, number) is None
 
     def _has_time_for(self, case: Case, number: int) -> bool:
         """Whether the round should end within the time limit, judged by the longest run of the case so far, or of all."""
@@ -63,6 +74,7 @@ class Session:
         else:
             began = time.monotonic()
             line = self.runner.measure(case, number)
+            self._stop_if_all_are_mistaken(case, line)
             self._seconds.setdefault(case, []).append(time.monotonic() - began)
             self.console.print(
                 f"{_outcome(line)}  {escape(case.name)}, round {number + 1} ({line['seconds']:.1f} s)", soft_wrap=True
@@ -71,6 +83,17 @@ class Session:
                 self.console.print(f"  {escape(line['error'].splitlines()[-1])}", soft_wrap=True)
         self.results.append(line)
         return line
+
+    def _stop_if_all_are_mistaken(self, case: Case, line: dict[str, Any]) -> None:
+        """What `fit` refuses for an option that all cases share, it refuses for all: the rest need not start."""
+        mistake, before = mistake_in(line), self._last_mistake
+        self._last_mistake = (case, mistake) if mistake else None
+        if mistake is None:
+            return
+        self._mistaken.add(case)
+        shared = not self.results and is_about(mistake, self.runner.setting.fit_options)
+        if shared or (before is not None and before[0] != case and before[1] == mistake):
+            raise UserError(mistake)
 
 
 def _outcome(line: dict[str, Any]) -> str:

@@ -65,6 +65,14 @@ def test_single_on_two_cards_and_strategies_not_there_are_skipped():
     assert {skip.what for skip in found.skipped} == {"tiny single on 2", "tiny zero1 on 2"}
 
 
+def test_fp16_on_a_cpu_is_skipped_and_the_other_precisions_run():
+    matrix = Matrix(strategies=("ddp",), precision=("16-mixed", "32-true"))
+    found = expand(matrix, CPU)
+    assert [c.precision for c in found.cases] == ["32-true"]
+    assert "16-mixed does not run on a CPU" in found.skipped[0].why
+    assert len(expand(matrix, ONE_CARD).cases) == 2
+
+
 def test_buckets_multiply_only_strategies_that_have_them():
     found = expand(Matrix(strategies=("ddp", "fsdp2"), devices=(2,), bucket_cap_mb=(5.0, 50.0)), CPU)
     assert [c.strategy_options for c in found.cases if c.strategy == "ddp"] == [

@@ -16,6 +16,7 @@ from lit_gpt_dist.bench.process import run
 from lit_gpt_dist.bench.runner import Runner
 from lit_gpt_dist.bench.search import best_of, fastest, largest
 from lit_gpt_dist.bench.session import Session
+from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.report.results import read_results
 
 FIT = """
@@ -28,6 +29,9 @@ with open(os.environ["CALLS"], "a") as file:
     file.write(folder.parent.name + "/" + folder.name + "\\n")
 if micro > int(os.environ.get("FITS", 64)):
     sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+if micro in (2, 6, 10):  # refused by `fit`; two of them for one reason
+    print(f"error: {'optim.lrr' if micro != 10 else micro} is no good", file=sys.stderr)
+    sys.exit(2)
 if micro == 13:
     sys.exit("first line\\nRuntimeError: thirteen")
 line = dict(tag="fit's own", mode=options["--trainer.strategy"], size=options["--model.size"], world=int(options["--trainer.devices"]),
@@ -131,6 +135,28 @@ def test_finished_rounds_are_not_run_again_and_failures_are(tmp_path):
     assert len([name for name in ran if name.startswith(case(128).name)]) == 1  # out of memory counts for all rounds
     assert ran.count(f"{case(13).name}/round-0") == 2
     assert session.reused == 4
+
+
+def test_a_users_mistake_is_not_run_again(tmp_path):
+    session = Session(make_runner(tmp_path), Console(quiet=True))
+    session.run_all([case(), case(10)], 3)
+    assert len([name for name in calls(tmp_path) if name.startswith(case(10).name)]) == 1
+    assert [line["status"] for line in session.results].count("ok") == 3
+
+
+def test_a_mistake_that_all_cases_share_stops_the_bench_with_its_words(tmp_path):
+    session = Session(make_runner(tmp_path), Console(quiet=True))
+    with pytest.raises(UserError, match="^optim.lrr is no good$"):
+        session.run_all([case(10), case(2), case(6), case()], 2)
+    assert len(calls(tmp_path)) == 3
+
+
+def test_a_mistake_in_options_passed_on_stops_the_bench_at_its_first_case(tmp_path):
+    runner = make_runner(tmp_path)
+    runner.setting = Setting(fit_options=("--optim.lrr", "1e-3"))
+    with pytest.raises(UserError, match="optim.lrr"):
+        Session(runner, Console(quiet=True)).run_all([case(2), case()], 1)
+    assert len(calls(tmp_path)) == 1
 
 
 def test_a_time_limit_leaves_rounds_for_the_next_call(tmp_path):
