@@ -146,7 +146,7 @@ def test_a_users_mistake_is_not_run_again(tmp_path):
 
 def test_a_mistake_that_all_cases_share_stops_the_bench_with_its_words(tmp_path):
     session = Session(make_runner(tmp_path), Console(quiet=True))
-    with pytest.raises(UserError, match="^optim.lrr is no good$"):
+    with pytest.raises(UserError, match=r"^optim\.lrr is no good$"):
         session.run_all([case(10), case(2), case(6), case()], 2)
     assert len(calls(tmp_path)) == 3
 
@@ -154,7 +154,7 @@ def test_a_mistake_that_all_cases_share_stops_the_bench_with_its_words(tmp_path)
 def test_a_mistake_in_options_passed_on_stops_the_bench_at_its_first_case(tmp_path):
     runner = make_runner(tmp_path)
     runner.setting = Setting(fit_options=("--optim.lrr", "1e-3"))
-    with pytest.raises(UserError, match="optim.lrr"):
+    with pytest.raises(UserError, match=r"optim\.lrr"):
         Session(runner, Console(quiet=True)).run_all([case(2), case()], 1)
     assert len(calls(tmp_path)) == 1
 
