@@ -24,11 +24,13 @@ def same_data(run: Run) -> tuple:
 
 
 def _preference(curve: Curve) -> tuple:
-    """One device first, fp32 first, whole runs first, the longest first; then the order of the files."""
+    """No rest of a run begun otherwise; one device first, fp32 first, whole runs first, the longest first; then the order
+    of the files."""
     run = curve.run
     precision = ("32", "64", "bf16", "16")
     rank = next((i for i, start in enumerate(precision) if run.precision.startswith(start)), len(precision))
     return (
+        bool(curve.apart),
         run.world,
         run.mode != "single",
         rank,
@@ -68,11 +70,13 @@ def compare_all(curves: Sequence[Curve], reference_tag: str | None = None) -> li
         group = id(candidates), curve.run.precision.startswith("64")
         if group not in best:
             best[group] = choose_reference(curve, candidates)
-        alone = len(candidates) == 1 and candidates[0] is curve and curve.run.world > 1 and not named
+        # what runs on one device is its own reference, but for the rest of a run that was begun otherwise
+        own = candidates[0] if len(candidates) == 1 else None
+        alone = own is curve and (curve.run.world > 1 or bool(curve.apart)) and not named
         found = compare(curve, None if alone else best[group], sizes[curve.run.size])
         if named and found.reference is None and not candidates:
             found = replace(found, cause=f"{reference_tag}, the reference asked for, is a run of {named[0].run.size}")
-        comparisons.append(found)
+        comparisons.append(replace(found, cause=curve.apart) if curve.apart else found)
     return comparisons
 
 

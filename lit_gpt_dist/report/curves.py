@@ -67,32 +67,60 @@ def _own_band(run: Run) -> Band:
 class Curve:
     """The losses of a run by step, resumed parts joined. ``seams`` are the steps after which a later part took over."""
 
-    run: Run  # the last part
+    run: Run  # the last part; all parts agree in what makes a curve
     steps: np.ndarray  # (points,), ascending, 1 is the first optimizer step
     losses: np.ndarray  # (points,), fp64
     seams: tuple[int, ...] = ()
+    apart: str = ""  # why a resumed run does not continue the one that it was resumed from, in words
 
     @property
     def last_step(self) -> int:
         return int(self.steps[-1])
 
 
+_HELD = {"global_batch": "global batch", "seed": "seed", "corpus_hash": "corpus", "context": "context"}
+
+
 def join_curves(runs: Iterable[Run]) -> list[Curve]:
-    """One curve a run. A line that starts later continues the newest earlier line of its tag; redone steps replace old ones."""
+    """One curve a run. A line that starts later continues the newest earlier line of its tag; redone steps replace old ones.
+
+    A part that was run with another batch, seed, corpus or context is a curve of its own, which says so.
+    """
     curves: list[Curve] = []
-    newest: dict[tuple, int] = {}
+    of_key: dict[tuple, list[int]] = {}  # the places of a tag's curves since it last began, the newest last
     for run in runs:
         if run.status != OK or not run.losses:
             continue
         part = Curve(run, np.arange(run.start + 1, run.last_step + 1), np.asarray(run.losses, dtype=np.float64))
         key = (run.tag, run.size, run.case, run.round)
-        earlier = newest.get(key) if run.start > 0 else None
-        if earlier is not None and int(curves[earlier].steps[0]) <= run.start:
-            curves[earlier] = _continued(curves[earlier], part)
-        else:
-            newest[key] = len(curves)
-            curves.append(part)
+        earlier = [i for i in of_key.get(key, ()) if int(curves[i].steps[0]) <= run.start] if run.start > 0 else []
+        continued = next((i for i in reversed(earlier) if _continues(part, curves[i], i == earlier[-1])), None)
+        if continued is not None:
+            curves[continued] = _continued(curves[continued], part)
+            of_key[key] = [*(i for i in earlier if i != continued), continued]
+            continue
+        of_key[key] = [*earlier, len(curves)]
+        curves.append(replace(part, apart=_apart(run, curves[earlier[-1]].run)) if earlier else part)
     return curves
+
+
+def _continues(part: Curve, earlier: Curve, newest: bool) -> bool:
+    """An older curve is gone back to only where it reaches the step: after a mistaken attempt in between."""
+    return not _apart(part.run, earlier.run) and (newest or earlier.last_step >= part.run.start)
+
+
+def _apart(later: Run, earlier: Run) -> str:
+    """What a curve must hold and the two parts do not, in words; what a line does not tell counts as held."""
+    differing = []
+    for name, words in _HELD.items():
+        mine, other = getattr(later, name), getattr(earlier, name)
+        if mine is not None and other is not None and mine != other:
+            differing.append(f"another {words} ({_short(mine)} against {_short(other)})")
+    return f"the part from step {later.start} on was run with {', '.join(differing)}" if differing else ""
+
+
+def _short(value: object) -> str:
+    return str(value)[:12]  # of a hash
 
 
 def _continued(earlier: Curve, later: Curve) -> Curve:

@@ -39,6 +39,8 @@ class Run:
     val_loss: float | None = None
     tokens_per_step: int | None = None
     params: int | None = None
+    vocab: int | None = None
+    dropout: float | None = None
     seed: int | None = None
     precision: str = "32-true"
     recompute: str = "none"
@@ -51,12 +53,13 @@ class Run:
     versions: dict[str, Any] = field(default_factory=dict)
     time: str | None = None
     command: str | None = None
+    config: str | None = None  # path of the run's saved config.yaml
     start: int = 0  # losses[i] is the loss of step start + i + 1
     losses: tuple[float, ...] = ()
     case: str | None = None  # these five are written by `bench`
     round: int | None = None
     variant: str = ""  # what an ablation switched, in words
-    shape: dict[str, Any] = field(default_factory=dict)  # model fields that differ from the preset
+    shape: dict[str, Any] = field(default_factory=dict)  # model fields: all, or those that differ from the preset
     error: str | None = None
     matmul_precision: str | None = None  # "highest": no TF32
     record: dict[str, Any] = field(
@@ -199,12 +202,12 @@ def _is_object(value: object) -> bool:
 
 # names, what holds for their values, and that in words
 _OPTIONAL: tuple[tuple[tuple[str, ...], Callable[[object], bool], str], ...] = (
-    (("global_batch", "context", "tokens_per_step", "params"), _is_count, "a whole number of at least 1"),
+    (("global_batch", "context", "tokens_per_step", "params", "vocab"), _is_count, "a whole number of at least 1"),
     (("seed", "round"), _is_whole, "a whole number"),
     (("mem_gib", "host_gib", "mfu", "mfu_half_attention"), _is_finite, "a finite number"),
-    (("communication_share", "bucket_cap_mb"), _is_finite, "a finite number"),
+    (("communication_share", "bucket_cap_mb", "dropout"), _is_finite, "a finite number"),
     (("val_loss",), _is_number, "a number"),  # that of a run gone wrong may be infinite
-    (("corpus", "corpus_hash", "git_revision", "time", "command"), _is_text, "text"),
+    (("corpus", "corpus_hash", "git_revision", "time", "command", "config"), _is_text, "text"),
     (("case", "error", "matmul_precision"), _is_text, "text"),
     (("versions", "shape"), _is_object, "an object"),
 )
