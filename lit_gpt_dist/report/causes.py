@@ -6,22 +6,11 @@ where it agrees, the data of that step was right and the update is at fault. One
 constant factor of the gradient out, so an undivided gradient stays small, and in bf16 may hide below rounding.
 """
 
-import shlex
-
 import numpy as np
 
 from lit_gpt_dist.report.curves import Comparison, band
 from lit_gpt_dist.report.results import Run
-
-# options that must not change the curve: that is what the comparison is about
-_NEUTRAL = (
-    *("--trainer.devices", "--trainer.num_nodes", "--trainer.strategy", "--trainer.accelerator", "--trainer.precision"),
-    *("--trainer.default_root_dir", "--trainer.accumulate_grad_batches", "--trainer.enable_progress_bar"),
-    *("--trainer.log_every_n_steps", "--trainer.logger", "--data.micro_batch", "--data.num_workers"),
-    *("--model.recompute", "--model.compile", "--tag", "--ckpt_path", "--config"),
-)
-_NEUTRAL_GROUPS = ("--checkpoint.", "--trainer.strategy.", "--model.compile", "--trainer.val", "--trainer.limit_val")
-
+from lit_gpt_dist.report.settings import differing_settings, dropout_of
 
 SPIKE = 1.5  # times the loss of the step before
 
@@ -51,11 +40,21 @@ def _other_fields(run: Run, reference: Run) -> str:
         ("seed", "another seed"),
         ("corpus_hash", "another corpus"),
         ("context", "another context"),
+        ("vocab", "another vocabulary"),
+        ("dropout", "another dropout"),
         ("params", "another model"),
     ):
         mine, other = getattr(run, name), getattr(reference, name)
         if mine is not None and other is not None and mine != other:
             differing.append(f"{words} ({name} {mine} against {other})")
+    both = [name for name in run.shape if name in reference.shape and name not in ("context", "vocab_size", "dropout")]
+    shapes = [
+        f"{name} {run.shape[name]} against {reference.shape[name]}"
+        for name in both
+        if run.shape[name] != reference.shape[name]
+    ]
+    if shapes:
+        differing.append(f"another shape ({', '.join(shapes)})")
     return "; ".join(differing)
 
 
@@ -102,31 +101,14 @@ def _early_ratio(comparison: Comparison) -> float | None:
 
 
 def _other_options(run: Run, reference: Run) -> str:
-    """Options of the two command lines that differ and can change a curve."""
-    mine, other = _options(run.command), _options(reference.command)
-    if mine is None or other is None:
-        return ""
-    differing = [
-        f"{name} {mine.get(name, 'not given')} against {other.get(name, 'not given')}"
-        for name in sorted(mine.keys() | other.keys())
-        if mine.get(name) != other.get(name) and name not in _NEUTRAL and not name.startswith(_NEUTRAL_GROUPS)
-    ]
-    return "options differ: " + "; ".join(differing) if differing else ""
-
-
-def _options(command: str | None) -> dict[str, str] | None:
-    if not command:
-        return None
-    try:
-        words = shlex.split(command)
-    except ValueError:
-        return None
-    found: dict[str, str] = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            found[name] = value if equals else following if not following.startswith("--") else "true"
-    return found
+    """Settings that differ and can change a curve, and what dropout makes of the micro-batches."""
+    differing = differing_settings(run, reference)
+    causes = ["options differ: " + "; ".join(differing)] if differing else []
+    if run.micro != reference.micro and max(dropout_of(run), dropout_of(reference)) > 0:
+        causes.append(
+            f"dropout masks belong to a micro-batch, and these differ ({run.micro} against {reference.micro})"
+        )
+    return "; ".join(causes)
 
 
 def _other_length(comparison: Comparison) -> str:
@@ -165,7 +147,7 @@ def _from_the_first_step(comparison: Comparison) -> str:
     if apart == "yes":
         return f"the loss of step 1, before any update, is already off by {abs(comparison.difference[0]):.2g}: {data}"
     if apart == "no":
-        return f"step 1 agrees, so its data and the initial weights do too, and the update differs: {update}"
+        return f"step 1 agrees{_how_closely(comparison)}, so its data and the initial weights do too, and the update differs: {update}"
     return f"{data}; or, in the update: {update}"
 
 
@@ -195,6 +177,12 @@ def _starts_apart(comparison: Comparison) -> str:
         return "yes"
     # an average over a batch rounds far less than one number: a tenth of the band is still agreement
     return "no" if size <= max(limits.same, limits.rounding / 10) else "unclear"
+
+
+def _how_closely(comparison: Comparison) -> str:
+    """The tolerance of one curve is tighter than what rounding may do to a loss that has the same data and weights."""
+    tolerance, size = comparison.tolerance, abs(float(comparison.difference[0]))
+    return f" within rounding ({size:.1e})" if tolerance is not None and size > tolerance else ""
 
 
 def _first_large(comparison: Comparison) -> int | None:

@@ -131,11 +131,47 @@ def test_a_field_that_differs_is_named(fields, words):
 
 def test_an_option_that_differs_is_named_and_neutral_ones_are_not():
     reference = run(
-        "r", mode="single", world=1, accum=4, command="lit-gpt-dist fit --tag r --trainer.devices 1 --optimizer.lr 1e-3"
+        "r", mode="single", world=1, accum=4, command="lit-gpt-dist fit --tag r --trainer.devices 1 --optim.lr 1e-3"
     )
-    other = run("o", BASE + 0.01, command="lit-gpt-dist fit --tag o --trainer.devices 2 --optimizer.lr=3e-4")
+    neutral = (
+        "--quiet --export false --sample_tokens 0 --monitor.csv false --data.corpus a --data.val_windows 8 --profile x"
+    )
+    other = run("o", BASE + 0.01, command=f"lit-gpt-dist fit --tag o {neutral} --trainer.devices 2 --optim.lr=3e-4")
     found = compare_all(join_curves([reference, other]))[1]
-    assert found.cause == "options differ: --optimizer.lr 3e-4 against 1e-3"
+    assert found.cause == "options differ: optim.lr 3e-4 against 1e-3"
+
+
+def test_saved_configurations_tell_what_command_lines_do_not(tmp_path):
+    paths = [tmp_path / "a.yaml", tmp_path / "b.yaml", tmp_path / "gone.yaml"]
+    paths[0].write_text("trainer: {max_steps: 40, devices: 1}\noptim: {lr: 1.0e-3, beta1: 0.9}\nexport: true\n")
+    paths[1].write_text("trainer: {max_steps: 40, devices: 2}\noptim: {lr: null, beta1: 0.9}\nexport: false\n")
+    command = "lit-gpt-dist fit --config some.yaml"
+    reference = run("r", mode="single", world=1, accum=4, command=command, config=str(paths[0]))
+    others = [run(path.stem, BASE + 0.01, command=command, config=str(path)) for path in paths[1:]]
+    read, gone = compare_all(join_curves([reference, *others]))[1:]
+    assert read.cause == "options differ: optim.lr the default against 0.001"
+    assert "options differ" not in gone.cause
+
+
+def test_dropout_under_another_micro_batch_is_a_cause():
+    base = run("base", mode="single", world=1, micro=64, accum=1, dropout=0.1)
+    found = compare_all(join_curves([base, run("other", BASE + 0.01 * NOISE, dropout=0.1)]))[1]
+    assert found.cause == "dropout masks belong to a micro-batch, and these differ (16 against 64)"
+    assert "dropout" not in judge(run("without", BASE + 0.01 * NOISE, micro=8, accum=4))["without"].cause
+
+
+def test_another_shape_is_named_where_both_lines_have_one():
+    shape = dict(layers=2, heads=2, context=64)
+    base = run("base", mode="single", world=1, accum=4, shape=shape)
+    found = compare_all(join_curves([base, run("other", BASE + 0.01, shape=shape | {"heads": 4})]))[1]
+    assert found.cause == "another shape (heads 4 against 2)"
+
+
+def test_a_first_loss_beyond_the_tolerance_agrees_within_rounding():
+    losses = BASE + np.linspace(1e-5, 0.3, STEPS)
+    found = judge(run("tf32", losses, device="NVIDIA H200", mem_gib=1.0))["tf32"]
+    assert (found.verdict, found.first_beyond) == (Verdict.DIFFERENT, 1)
+    assert found.cause.startswith("step 1 agrees within rounding (1.0e-05), so its data")
 
 
 def test_another_global_batch_is_not_compared_and_says_so():
@@ -174,6 +210,34 @@ def test_a_resume_that_reads_data_again_is_named_at_its_step():
     found = judge(*parts)["r"]
     assert found.first_beyond == 21
     assert "resume after step 20" in found.cause
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(global_batch=128), "another global batch (128 against 64)"),
+        (dict(seed=2), "another seed (2 against 1)"),
+        (dict(corpus_hash="xyz"), "another corpus (xyz against abc)"),
+        (dict(context=32), "another context (32 against 64)"),
+    ],
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_resume_with_other_facts_is_not_joined_and_says_so(fields, words, world):
+    parts = run("r", BASE[:20], world=world), run("r", BASE[20:], start=20, world=world, **fields)
+    begun, rest = [c for c in compare_all(join_curves([REFERENCE, *parts])) if c.curve.run.tag == "r"]
+    assert (begun.verdict, begun.curve.last_step, begun.curve.run.global_batch) == (Verdict.SAME, 20, 64)
+    assert rest.curve.steps[0] == 21
+    assert rest.verdict in (Verdict.ALONE, Verdict.DIFFERENT, Verdict.SAME)
+    assert rest.cause == f"the part from step 20 on was run with {words}"
+
+
+def test_a_mistaken_resume_in_between_does_not_part_a_curve():
+    parts = run("r", BASE[:20]), run("r", BASE[20:], start=20, seed=2), run("r", BASE[20:], start=20)
+    whole, mistaken = [c for c in join_curves(parts)]
+    assert (whole.last_step, whole.seams, mistaken.apart != "") == (STEPS, (20,), True)
+    # from step 30 of the mistaken part, however, nothing of the first is continued
+    again = join_curves([*parts[:2], run("r", BASE[30:], start=30)])
+    assert [c.apart[:30] for c in again] == ["", "the part from step 20 on was r", "the part from step 30 on was r"]
 
 
 def test_a_part_whose_beginning_is_missing_is_compared_where_it_can_be():
