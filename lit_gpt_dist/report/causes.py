@@ -8,7 +8,8 @@ constant factor of the gradient out, so an undivided gradient stays small, and i
 
 import numpy as np
 
-from lit_gpt_dist.report.curves import Comparison, band
+from lit_gpt_dist.report.curves import Comparison, band, short
+from lit_gpt_dist.report.names import OWN_FIELDS
 from lit_gpt_dist.report.results import Run
 from lit_gpt_dist.report.settings import differing_settings, dropout_of
 
@@ -46,8 +47,8 @@ def _other_fields(run: Run, reference: Run) -> str:
     ):
         mine, other = getattr(run, name), getattr(reference, name)
         if mine is not None and other is not None and mine != other:
-            differing.append(f"{words} ({name} {mine} against {other})")
-    both = [name for name in run.shape if name in reference.shape and name not in ("context", "vocab_size", "dropout")]
+            differing.append(f"{words} ({name} {short(mine)} against {short(other)})")
+    both = [name for name in run.shape if name in reference.shape and name not in OWN_FIELDS]
     shapes = [
         f"{name} {run.shape[name]} against {reference.shape[name]}"
         for name in both

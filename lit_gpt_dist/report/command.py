@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,7 +133,7 @@ def _print_table(console: Console, table: Table) -> None:
 
 def _print_curves(console: Console, table: Table) -> None:
     """Causes are sentences: they read better under the table than in a narrow column of it."""
-    narrow = Table(table.title, table.headers[:-1], [row[:-1] for row in table.rows], table.notes)
+    narrow = replace(table, headers=table.headers[:-1], rows=[row[:-1] for row in table.rows])
     _print_table(console, narrow)
     for row in [row for row in table.rows if row[-1] != NONE][:_MOST_MESSAGES]:
         console.print(f"[bold]{_plain(row[0])}[/] ({_plain(row[1])} on {row[2]}): {_plain(row[-1])}", soft_wrap=True)
@@ -149,7 +149,7 @@ def _shortened(table: Table) -> Table:
     if left_out <= 0:
         return table
     note = f"{left_out} more rows are left out here; --out writes all."
-    return Table(table.title, table.headers, table.rows[:_MOST_TERMINAL_ROWS], (*table.notes, note))
+    return replace(table, rows=table.rows[:_MOST_TERMINAL_ROWS], notes=(*table.notes, note))
 
 
 def _write(report: Report, options: Any, formats: list[str], facts: dict[str, Any]) -> list[Path]:

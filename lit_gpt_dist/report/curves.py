@@ -115,12 +115,13 @@ def _apart(later: Run, earlier: Run) -> str:
     for name, words in _HELD.items():
         mine, other = getattr(later, name), getattr(earlier, name)
         if mine is not None and other is not None and mine != other:
-            differing.append(f"another {words} ({_short(mine)} against {_short(other)})")
+            differing.append(f"another {words} ({short(mine)} against {short(other)})")
     return f"the part from step {later.start} on was run with {', '.join(differing)}" if differing else ""
 
 
-def _short(value: object) -> str:
-    return str(value)[:12]  # of a hash
+def short(value: object) -> str:
+    """A value in words; of a hash its beginning."""
+    return str(value)[:12]
 
 
 def _continued(earlier: Curve, later: Curve) -> Curve:

@@ -12,7 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lit_gpt_dist.report.curves import Comparison, Curve, Verdict, band
+from lit_gpt_dist.report.names import corpus_names, describe_size
 from lit_gpt_dist.report.picture import STYLE, Look, Picture, filled, literal
+from lit_gpt_dist.report.results import Run
 from lit_gpt_dist.report.statistics import strategy_order
 
 MOST_CURVES = 7  # more lines in one picture cannot be told apart
@@ -26,23 +28,42 @@ def draw_losses(comparisons: Sequence[Comparison], looks: Mapping[str, Look]) ->
         if comparison.reference is not None:
             groups.setdefault(id(comparison.reference), []).append(comparison)
     worth = sorted((g for g in groups.values() if len(g) > 1), key=len, reverse=True)
-    pictures = [_draw_group(group, number, looks) for number, group in enumerate(worth[:MOST_PICTURES], start=1)]
+    drawn = worth[:MOST_PICTURES]
+    titles = _titles([group[0].reference.run for group in drawn if group[0].reference])
+    pictures = [
+        _draw_group(group, number, title, looks)
+        for number, (group, title) in enumerate(zip(drawn, titles, strict=True), start=1)
+    ]
     if len(worth) > MOST_PICTURES:
         more = f"{len(worth) - MOST_PICTURES} more references have curves: their verdicts are in the table."
         pictures[-1] = replace(pictures[-1], note=f"{pictures[-1].note} {more}".strip())
     return pictures
 
 
-def _draw_group(group: list[Comparison], number: int, looks: Mapping[str, Look]) -> Picture:
+def _titles(references: Sequence[Run]) -> list[str]:
+    """Size, batch and seed; context, vocabulary and corpus only where the pictures differ in them."""
+    corpora = corpus_names(references)
+    titles = [[describe_size(run), f"global batch {run.global_batch}"] for run in references]
+    facts: dict[str, list[object]] = {
+        "seed": [run.seed for run in references],
+        "context": [run.context for run in references],
+        "vocabulary": [run.vocab for run in references],
+        "corpus": [corpora.get(run.corpus_hash or "") for run in references],
+    }
+    for name, values in facts.items():
+        if name == "seed" or len(set(values)) > 1:
+            for title, value in zip(titles, values, strict=True):
+                title += [f"{name} {value}"] if value is not None else []
+    return [", ".join(title) for title in titles]
+
+
+def _draw_group(group: list[Comparison], number: int, title: str, looks: Mapping[str, Look]) -> Picture:
     reference = group[0].reference
     assert reference is not None
     others = _one_a_tag([c for c in group if c.verdict is not Verdict.REFERENCE])
     shown = sorted(others, key=lambda c: c.verdict is not Verdict.DIFFERENT)[:MOST_CURVES]
     shown.sort(key=lambda c: (strategy_order(c.curve.run.mode), c.curve.run.world))
     run = reference.run
-    title = ", ".join(
-        [run.size, f"global batch {run.global_batch}", *([f"seed {run.seed}"] if run.seed is not None else [])]
-    )
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 5.6), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from lit_gpt_dist.report.names import describe_size
 from lit_gpt_dist.report.results import Run
-from lit_gpt_dist.report.statistics import Case, describe_options, describe_size, is_compiled, model, strategy_order
+from lit_gpt_dist.report.statistics import Case, describe_options, is_compiled, model, strategy_order
 
 MOST_BATCHES = 3  # in a panel: more lines of one strategy cannot be told apart
 

@@ -94,7 +94,7 @@ def _picture(
             places = _Places(panel, list(looks))
             _draw_lines(axis, panel, places, looks, value)
             finish(axis, panel, places, looks)
-            axis.set_title(_heading(panel, with_device=len({p.first.device for p in shown}) > 1), fontsize=8)
+            axis.set_title(_heading(panel, shown), fontsize=8)
             _card_axis(axis, panel)
         _legend(figure, shown, looks, with_ideal=finish is not _finish_memory)
         figure.suptitle(title, fontsize=11)
@@ -165,8 +165,13 @@ def _finish_memory(axis: Any, panel: Panel, places: _Places, looks: Mapping[str,
     axis.set_ylabel("GiB per card" if _on_cards(panel) else "GiB per process (host)")
 
 
-def _heading(panel: Panel, with_device: bool) -> str:
-    setting = panel.setting + (f", {panel.first.device}" if with_device else "")
+def _heading(panel: Panel, shown: Sequence[Panel]) -> str:
+    """What the panel holds; vocabulary and device only where others have another."""
+    setting = panel.setting
+    if panel.first.vocab and len({p.first.vocab for p in shown}) > 1:
+        setting += f", vocabulary {panel.first.vocab}"
+    if len({p.first.device for p in shown}) > 1:
+        setting += f", {panel.first.device}"
     signs = FILL_SIGNS if len(panel.groups) > 1 else ("",)
     batches = [f"{sign} {group.batch}".strip() for sign, group in zip(signs, panel.groups, strict=False)]
     kind = "weak scaling, micro × acc.: " if panel.weak else "strong scaling, global batch: "

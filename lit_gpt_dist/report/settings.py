@@ -10,13 +10,18 @@ import yaml
 
 from lit_gpt_dist.report.results import Run
 
+_SCHEDULE, _END, _LENGTH = "optim.schedule_steps", "trainer.max_steps", "length of the schedule"
 _GROUPS = ("model.", "data.", "optim.")
-_OTHERS = ("trainer.gradient_clip_val", "trainer.gradient_clip_algorithm", "trainer.max_steps", "trainer.max_epochs")
-_OTHERS += ("trainer.limit_train_batches", "trainer.overfit_batches")
+_OTHERS = (
+    *("trainer.gradient_clip_val", "trainer.gradient_clip_algorithm", "trainer.max_epochs"),
+    *("trainer.limit_train_batches", "trainer.overfit_batches", _LENGTH),
+)
 # must not change a curve (that is what the comparison is about), or compared as a field of the result line
-_NEUTRAL = ("model.recompute", "model.compile", "model.cuda_graph", "model.context", "data.context", "data.corpus")
-_NEUTRAL += ("data.global_batch", "data.micro_batch", "data.val_windows", "data.val_micro_batch", "data.on_device")
-_NEUTRAL += ("data.workers", "data.num_workers", "optim.fused")
+_NEUTRAL = (
+    *("model.recompute", "model.compile", "model.cuda_graph", "model.context", "data.context", "data.corpus"),
+    *("data.global_batch", "data.micro_batch", "data.val_windows", "data.val_micro_batch", "data.on_device"),
+    *("data.workers", "data.num_workers", "optim.fused"),
+)
 
 Settings = Mapping[str, Any]  # by their dotted names
 
@@ -35,9 +40,8 @@ def differing_settings(run: Run, reference: Run) -> list[str]:
         value = settings.get(name)
         return unset if value is None else str(value)
 
+    mine, other = _with_schedule_length(mine), _with_schedule_length(other)
     names = sorted(name for name in mine.keys() | other.keys() if _shapes_a_curve(name))
-    if mine.get("optim.schedule_steps") is not None and other.get("optim.schedule_steps") is not None:
-        names = [name for name in names if name != "trainer.max_steps"]  # only the schedule depends on it
     return [
         f"{name} {words(mine, name)} against {words(other, name)}"
         for name in names
@@ -54,6 +58,12 @@ def dropout_of(run: Run) -> float:
         return float(told)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return 0.0
+
+
+def _with_schedule_length(settings: Settings) -> Settings:
+    """In place of the two options that decide it: where a run ends matters only where its schedule ends there."""
+    rest = {name: value for name, value in settings.items() if name not in (_SCHEDULE, _END)}
+    return rest | {_LENGTH: settings.get(_SCHEDULE) or settings.get(_END)}
 
 
 def _shapes_a_curve(name: str) -> bool:

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from lit_gpt_dist.report.names import unusual_shape
 from lit_gpt_dist.report.results import FAILED, OK, OUT_OF_MEMORY, Run
 
 STRATEGIES = ("single", "ddp", "fsdp2", "hsdp", "zero1", "zero2")  # as tables and legends list them
@@ -52,7 +53,7 @@ class Case:
 def describe_options(run: Run) -> str:
     """What differs from the plain run, in words."""
     compiled = "compile" if run.compile == "yes" else f"compile {run.compile}"
-    parts = [run.precision]
+    parts = [run.precision, *([f"dropout {run.dropout:g}"] if run.dropout else [])]
     if run.recompute not in ("none", ""):
         parts.append(f"recompute {run.recompute}")
     if is_compiled(run):
@@ -74,13 +75,8 @@ def is_compiled(run: Run) -> bool:
     return run.compile not in ("none", "")
 
 
-def describe_size(run: Run) -> str:
-    shape = ", ".join(f"{name} {value}" for name, value in run.shape.items())
-    return f"{run.size} ({shape})" if shape else run.size
-
-
 def model(run: Run) -> tuple:
-    return run.size, run.params, run.context
+    return run.size, run.params, run.context, run.vocab, run.dropout or 0.0, str(sorted(unusual_shape(run).items()))
 
 
 def arithmetic(run: Run) -> tuple:
@@ -134,6 +130,7 @@ def _reading_order(run: Run) -> tuple:
         run.params or 0,
         run.size,
         run.context or 0,
+        run.vocab or 0,
         options,
         strategy_order(run.mode),
         run.world,

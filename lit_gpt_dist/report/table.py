@@ -4,7 +4,7 @@ import csv
 import html
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.markup import escape
 from rich.table import Table as TerminalTable
@@ -18,11 +18,20 @@ class Table:
     headers: list[str]
     rows: list[list[str]]
     notes: tuple[str, ...] = ()
+    telling_apart: tuple[str, ...] = ()  # columns that people see only where their values differ
 
     def without_empty_columns(self) -> "Table":
-        """A column in which nothing is known says nothing: it is left out wherever people read."""
-        kept = [i for i in range(len(self.headers)) if any(row[i] not in (NONE, "") for row in self.rows)]
-        return Table(self.title, [self.headers[i] for i in kept], [[r[i] for i in kept] for r in self.rows], self.notes)
+        """A column in which nothing is known says nothing, nor one that tells no rows apart: people do not see it."""
+        needed = [2 if header in self.telling_apart else 1 for header in self.headers]
+        return self._with([h for h, least in zip(self.headers, needed, strict=True) if len(self._known(h)) >= least])
+
+    def _known(self, header: str) -> set[str]:
+        place = self.headers.index(header)
+        return {row[place] for row in self.rows} - {NONE, ""}
+
+    def _with(self, headers: list[str]) -> "Table":
+        places = [self.headers.index(h) for h in headers]
+        return replace(self, headers=headers, rows=[[row[i] for i in places] for row in self.rows])
 
     def markdown(self) -> str:
         if not self.rows:
@@ -57,15 +66,15 @@ class Table:
     def narrowed_to(self, width: int) -> "Table":
         """Leaves out the least important columns until the table fits a terminal of ``width`` characters."""
         kept = self.headers
-        for header in _FIRST_TO_GO:
+        vital = [h for h in self.headers if h in ("context", *self.telling_apart) and len(self._known(h)) > 1]
+        for header in (*(h for h in _FIRST_TO_GO if h not in vital), *vital):
             widths = [max(len(row[self.headers.index(h)]) for row in [self.headers, *self.rows]) + 3 for h in kept]
             if sum(widths) + 1 <= width:
                 break
             kept = [h for h in kept if h != header]
         left_out = [h for h in self.headers if h not in kept]
-        places = [self.headers.index(h) for h in kept]
         note = (f"Too narrow here for: {', '.join(left_out)}.",) if left_out else ()
-        return Table(self.title, kept, [[row[i] for i in places] for row in self.rows], (*self.notes, *note))
+        return replace(self._with(kept), notes=(*self.notes, *note))
 
 
 # columns that a narrow terminal loses, in this order; the written pages have all

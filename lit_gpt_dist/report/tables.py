@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lit_gpt_dist.report.ablations import Ablation
 from lit_gpt_dist.report.curves import Comparison, Verdict
-from lit_gpt_dist.report.results import OK, OUT_OF_MEMORY
-from lit_gpt_dist.report.statistics import Bases, Case, Scaling, describe_options, describe_size
+from lit_gpt_dist.report.names import corpus_names, describe_size
+from lit_gpt_dist.report.results import OK, OUT_OF_MEMORY, Run
+from lit_gpt_dist.report.statistics import Bases, Case, Scaling, describe_options
 from lit_gpt_dist.report.table import NONE, Table, number, percent, rate
 
 
@@ -17,6 +18,7 @@ class Row:
     scaling: Scaling
     planned_tok_s: float | None = None
     planned_gib: float | None = None
+    corpora: str = NONE  # of all its rounds
 
 
 _COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
@@ -26,6 +28,8 @@ _COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
     ("micro × acc", lambda r: f"{r.case.first.micro} × {r.case.first.accum}"),
     ("global batch", lambda r: str(r.case.first.global_batch)),
     ("context", lambda r: number(r.case.first.context, "d")),
+    ("vocabulary", lambda r: number(r.case.first.vocab, "d")),
+    ("corpus", lambda r: r.corpora),
     ("options", lambda r: r.case.options),
     ("tok/s", lambda r: _speed(r.case)),
     ("spread", lambda r: percent(r.case.spread)),
@@ -77,11 +81,21 @@ def _against_plan(text: str, measured: float | None, planned: float | None) -> s
 def speed_table(cases: Sequence[Case], planned: Mapping[int, tuple[float | None, float | None]] | None = None) -> Table:
     """The main table. ``planned`` maps a case's position to the planner's (tokens/s, GiB per card)."""
     bases = Bases(cases)
-    rows = [Row(case, bases.scaling(case), *(planned or {}).get(i, (None, None))) for i, case in enumerate(cases)]
+    names = corpus_names(run for case in cases for run in case.runs)
+    rows = [
+        Row(case, bases.scaling(case), *(planned or {}).get(i, (None, None)), _corpora(case, names))
+        for i, case in enumerate(cases)
+    ]
     cells = [[column(row) for _, column in _COLUMNS] for row in rows]
-    table = Table("Speed, scaling and memory", [header for header, _ in _COLUMNS], cells)
+    headers = [header for header, _ in _COLUMNS]
+    table = Table("Speed, scaling and memory", headers, cells, telling_apart=("vocabulary", "corpus"))
     shown = table.without_empty_columns().headers
-    return Table(table.title, table.headers, cells, tuple(note for header, note in _NOTES.items() if header in shown))
+    return replace(table, notes=tuple(note for header, note in _NOTES.items() if header in shown))
+
+
+def _corpora(case: Case, names: Mapping[str, str]) -> str:
+    """Rounds of one case may have been fed different texts: speed does not depend on them."""
+    return ", ".join(dict.fromkeys(names[run.corpus_hash] for run in case.runs if run.corpus_hash)) or NONE
 
 
 def curve_table(comparisons: Sequence[Comparison], at_most: int | None = None) -> Table:
@@ -91,24 +105,33 @@ def curve_table(comparisons: Sequence[Comparison], at_most: int | None = None) -
     counts = Counter(c.verdict for c in comparisons).items()
     notes = [", ".join(f"{count} × {verdict}" for verdict, count in counts) + "."]
     notes.append("Several runs of one tag with one verdict share a row, which shows the largest difference among them.")
+    names = corpus_names(c.curve.run for c in comparisons)
     groups: dict[tuple, list[Comparison]] = {}
     for c in comparisons:
         groups.setdefault(
-            (*_curve_place(c), c.verdict, c.curve.seams, c.cause[:30], c.reference and c.reference.run.tag), []
+            (*_curve_place(c, names), c.verdict, c.curve.seams, c.cause[:30], c.reference and c.reference.run.tag), []
         ).append(c)
     rows = list(groups.values())
     if at_most is not None and len(rows) > at_most:
         worry = [group for group in rows if group[0].verdict is Verdict.DIFFERENT][:at_most]
         notes.append(f"{len(worry)} of {len(rows)} rows are listed here; --out writes all.")
         rows = worry
-    return Table("One curve?", _CURVE_HEADERS, [_curve_row(group) for group in rows], tuple(notes))
+    cells = [_curve_row(group, names) for group in rows]
+    return Table("One curve?", _CURVE_HEADERS, cells, tuple(notes), _CURVE_FACTS)
 
 
-_CURVE_HEADERS = ["run", "mode", "cards", "micro × acc", "global batch", "options", "runs", "steps", "max |Δloss|"]
-_CURVE_HEADERS += ["beyond tolerance at", "verdict", "reference", "likely cause"]
+_CURVE_FACTS = ("size", "context", "vocabulary", "corpus", "seed")  # one experiment has one of each
+_CURVE_HEADERS = ["run", "mode", "cards", "micro × acc", "global batch", *_CURVE_FACTS, "options", "runs", "steps"]
+_CURVE_HEADERS += ["max |Δloss|", "beyond tolerance at", "verdict", "reference", "likely cause"]
 
 
-def _curve_place(comparison: Comparison) -> list[str]:
+def _curve_facts(run: Run, names: Mapping[str, str]) -> list[str]:
+    numbers = [number(value, "d") for value in (run.context, run.vocab)]
+    corpus = names[run.corpus_hash] if run.corpus_hash else NONE
+    return [describe_size(run), *numbers, corpus, number(run.seed, "d")]
+
+
+def _curve_place(comparison: Comparison, names: Mapping[str, str]) -> list[str]:
     run = comparison.curve.run
     return [
         run.tag,
@@ -116,11 +139,12 @@ def _curve_place(comparison: Comparison) -> list[str]:
         str(run.world),
         f"{run.micro} × {run.accum}",
         str(run.global_batch),
+        *_curve_facts(run, names),
         describe_options(run),
     ]
 
 
-def _curve_row(group: Sequence[Comparison]) -> list[str]:
+def _curve_row(group: Sequence[Comparison], names: Mapping[str, str]) -> list[str]:
     worst = max(group, key=lambda c: c.max_difference or 0)
     steps = f"{worst.curve.steps[0]}–{worst.curve.last_step}"
     if worst.curve.seams:
@@ -131,16 +155,25 @@ def _curve_row(group: Sequence[Comparison]) -> list[str]:
         beyond += f" (> {worst.tolerance:.0e})"
     judged = [steps, number(worst.max_difference, ".2e"), beyond, str(worst.verdict)]
     reference = worst.reference.run.tag if worst.reference else NONE
-    return [*_curve_place(worst), str(len(group)), *judged, reference, worst.cause or NONE]
+    return [*_curve_place(worst, names), str(len(group)), *judged, reference, worst.cause or NONE]
 
 
 def curve_lines(comparisons: Sequence[Comparison]) -> Table:
     """Every run on its own row, for the CSV."""
-    return Table("One curve?", _CURVE_HEADERS, [_curve_row([c]) for c in comparisons])
+    names = corpus_names(c.curve.run for c in comparisons)
+    return Table("One curve?", _CURVE_HEADERS, [_curve_row([c], names) for c in comparisons])
 
 
-_ABLATION_HEADERS = ["size", "mode", "cards", "micro × acc", "switched", "tok/s", "without the switch", "change"]
-_ABLATION_HEADERS += ["larger spread", "extra ms a step", "bytes factor expected", "time factor measured"]
+_ABLATION_FACTS = ("context", "vocabulary", "options")
+_ABLATION_HEADERS = ["size", "mode", "cards", "micro × acc", *_ABLATION_FACTS, "switched", "tok/s"]
+_ABLATION_HEADERS += [
+    "without the switch",
+    "change",
+    "larger spread",
+    "extra ms a step",
+    "bytes factor expected",
+    "time factor measured",
+]
 _FACTOR_NOTES = (
     "Expected: bytes a card sends per step when every micro-batch reduces, over those when only the last does (DDP: the accumulation).",
     "Measured: (step with the switch − one-card step) ÷ (step without − one-card step): only what compute does not hide.",
@@ -151,14 +184,16 @@ def ablation_table(found: Sequence[Ablation]) -> Table:
     notes = ["A change smaller than the spread of its rounds says nothing."]
     if any(ablation.expected_factor for ablation in found):
         notes += _FACTOR_NOTES
-    return Table("Ablations", _ABLATION_HEADERS, [_ablation_row(ablation) for ablation in found], tuple(notes))
+    rows = [_ablation_row(ablation) for ablation in found]
+    return Table("Ablations", _ABLATION_HEADERS, rows, tuple(notes), _ABLATION_FACTS)
 
 
 def _ablation_row(ablation: Ablation) -> list[str]:
     run = ablation.case.first
     spreads = [case.spread for case in (ablation.case, ablation.base) if case.spread is not None]
     return [
-        *(describe_size(run), run.mode, str(run.world), f"{run.micro} × {run.accum}", run.variant),
+        *(describe_size(run), run.mode, str(run.world), f"{run.micro} × {run.accum}"),
+        *(number(run.context, "d"), number(run.vocab, "d"), ablation.base.options, run.variant),
         *(_speed(ablation.case), _speed(ablation.base), percent(ablation.change, "+.1f")),
         *(percent(max(spreads, default=None)), number(ablation.extra_ms, "+.2f")),
         *(number(factor, ".2f", unit="×") for factor in (ablation.expected_factor, ablation.measured_factor)),

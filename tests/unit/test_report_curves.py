@@ -153,6 +153,14 @@ def test_saved_configurations_tell_what_command_lines_do_not(tmp_path):
     assert "options differ" not in gone.cause
 
 
+def test_a_run_that_ends_early_on_the_same_schedule_differs_in_no_option():
+    commands = ("--trainer.max_steps 40", "--trainer.max_steps 20 --optim.schedule_steps 40", "--trainer.max_steps 20")
+    runs = [run(f"{i}", BASE + 0.01 * i, command=f"lit-gpt-dist fit {words}") for i, words in enumerate(commands)]
+    causes = [c.cause for c in compare_all(join_curves(runs), "0")]
+    assert "options differ" not in causes[1]
+    assert causes[2] == "options differ: length of the schedule 20 against 40"
+
+
 def test_dropout_under_another_micro_batch_is_a_cause():
     base = run("base", mode="single", world=1, micro=64, accum=1, dropout=0.1)
     found = compare_all(join_curves([base, run("other", BASE + 0.01 * NOISE, dropout=0.1)]))[1]
