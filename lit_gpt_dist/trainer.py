@@ -149,10 +149,11 @@ def transfers(trainer: Any) -> Hooks:
     selector, device = trainer._data_connector._datahook_selector, trainer.strategy.root_device
     owners = {name: selector.get_instance(name) for name in TRANSFERS}
     before, move, after = (getattr(owner, name) for name, owner in owners.items())
-    does = {name: is_overridden(name, owner, parent=DataHooks) for name, owner in owners.items()}
-    found: Hooks = [partial(before, dataloader_idx=0)] if does[TRANSFERS[0]] else []
-    found.append(partial(move, device=device, dataloader_idx=0))
-    return found + ([partial(after, dataloader_idx=0)] if does[TRANSFERS[2]] else [])
+    does = [is_overridden(name, owner, parent=DataHooks) for name, owner in owners.items()]
+    # by position, as Lightning does: a hook may call its arguments as it likes
+    found: Hooks = [lambda batch: before(batch, 0)] if does[0] else []
+    found.append(lambda batch: move(batch, device, 0))
+    return found + ([lambda batch: after(batch, 0)] if does[2] else [])
 
 
 def overridden(trainer: Any, name: str) -> Hooks:

@@ -78,7 +78,7 @@ class OwnTransfer(GPTModule):
 
     seen: list[str] = []
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch: Any, loader: int) -> Any:  # type: ignore[override]
         OwnTransfer.seen.append(type(batch).__name__)
         return batch
 
