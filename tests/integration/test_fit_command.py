@@ -32,9 +32,17 @@ def test_saved_configuration_runs_the_same_run_again(text: Path, tmp_path: Path)
     assert len(one["losses"]) == 6
     assert two["val_loss"] == one["val_loss"]
     different = {name for name in one if one[name] != two[name]}
-    assert different <= {"step_ms", "tok_s", "host_gib", "paused_s", "start_s", "time", "command", "run_dir"} | {
-        name for name in one if name.endswith("_ms")
-    }
+    assert different <= {
+        "step_ms",
+        "tok_s",
+        "host_gib",
+        "paused_s",
+        "start_s",
+        "time",
+        "command",
+        "run_dir",
+        "config",
+    } | {name for name in one if name.endswith("_ms")}
 
 
 def test_results_line_has_its_fields_and_its_rates_agree(text: Path, tmp_path: Path) -> None:
