@@ -116,6 +116,7 @@ def test_a_bench_stopped_half_way_leaves_no_process_and_goes_on_later(tmp_path, 
     bench = subprocess.Popen(
         [sys.executable, "-m", "lit_gpt_dist", *words],
         **dict(env={**environment, "PYTHONPATH": python_path}, cwd=tmp_path, stdout=subprocess.PIPE, text=True),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs ignore
     )
     results = tmp_path / "b" / "results.jsonl"
     try:

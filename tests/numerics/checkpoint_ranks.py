@@ -1,6 +1,6 @@
 """What the tests of checkpoints do with real ranks. Run as a script, so that ranks fork from a process without threads.
 
-python checkpoint_ranks.py SCENARIO FOLDER    prints one JSON document
+python checkpoint_ranks.py FOLDER SCENARIO...    prints one JSON document: what each scenario found
 """
 
 import importlib.util
@@ -206,6 +206,10 @@ def agreement(folder: Path) -> dict:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[2])
-    runs.corpus(target)
-    print(json.dumps(globals()[sys.argv[1]](target)))
+    found = {}
+    for name in sys.argv[2:]:
+        target = Path(sys.argv[1], name)
+        target.mkdir()
+        runs.corpus(target)
+        found[name] = globals()[name](target)
+    print(json.dumps(found))

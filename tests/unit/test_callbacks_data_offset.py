@@ -24,7 +24,7 @@ def data(tmp_path: Path) -> GPTDataModule:
 def trainer_at(step: int) -> Any:
     strategy = SimpleNamespace(root_device=CPU, all_gather=lambda tensor: tensor)
     return SimpleNamespace(
-        strategy=strategy, lightning_module=SimpleNamespace(context=16), accumulate_grad_batches=1, overfit_batches=0.0, global_rank=0,
+        strategy=strategy, lightning_module=SimpleNamespace(context=16), accumulate_grad_batches=1, overfit_batches=0.0, global_rank=0, state=SimpleNamespace(fn="fit"),
         world_size=1, global_step=step,
     )  # fmt: skip
 
