@@ -87,8 +87,7 @@ def load_corpus(path: str | None, tokenizer: str | None = None, usual: Vocabular
     if path and os.path.isfile(Path(path).expanduser() / CORPUS_FILE):
         return _prepared(Path(path).expanduser(), tokenizer)
     source = find_text(path)
-    if tokenizer is not None:
-        usual = None
+    beforehand = usual if tokenizer is None else None
     tokenizer = tokenizer or ("byte" if path is None else "char")
     if tokenizer == "bpe":
         raise UserError(
@@ -98,7 +97,7 @@ def load_corpus(path: str | None, tokenizer: str | None = None, usual: Vocabular
     pieces = list(read_pieces(source.files, skip_unreadable=path is None))
     if not any(pieces):
         raise UserError(f"corpus {path or source.name} is empty; give a text of some thousand characters")
-    vocabulary = usual or fixed_vocabulary(tokenizer) or char_vocabulary(pieces)
+    vocabulary = beforehand or fixed_vocabulary(tokenizer) or char_vocabulary(pieces)
     dropped: Counter[str] = Counter()
     tokens = np.concatenate(list(encode_pieces(pieces, vocabulary, dropped, allow_drops=tokenizer.startswith("char:"))))
     if not len(tokens):

@@ -37,20 +37,20 @@ def clips_in_update(optimizer: Optimizer) -> bool:
     return is_fused(optimizer) and optimizer.param_groups[0]["params"][0].dtype == torch.float32
 
 
+def clip_divisor(norm: Tensor, limit: float) -> Tensor:
+    """What gradients of ``norm`` are divided by so that theirs is at most ``limit``; as torch's, which adds 1e-6."""
+    return ((norm + 1e-6) / limit).clamp(min=1.0)
+
+
 def clip_in_update(
-    optimizer: Optimizer, norm: Tensor, limit: float, divisor: Callable[[Tensor, float], Tensor] | None = None
+    optimizer: Optimizer, norm: Tensor, limit: float, divisor: Callable[[Tensor, float], Tensor] = clip_divisor
 ) -> None:
     """As ``clip_by_global_norm`` with ``limit``, at the next update; the gradients are clipped after it.
 
     Args:
         divisor: ``clip_divisor``, perhaps compiled.
     """
-    optimizer.grad_scale = (divisor or clip_divisor)(norm, limit)  # type: ignore[attr-defined]
-
-
-def clip_divisor(norm: Tensor, limit: float) -> Tensor:
-    """What gradients of ``norm`` are divided by so that theirs is at most ``limit``; as torch's, which adds 1e-6."""
-    return ((norm + 1e-6) / limit).clamp(min=1.0)
+    optimizer.grad_scale = divisor(norm, limit)  # type: ignore[attr-defined]
 
 
 def forget_scale(optimizer: Optimizer) -> None:

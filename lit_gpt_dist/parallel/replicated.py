@@ -29,9 +29,6 @@ class DDP(MeshStrategy):
 
     name = "ddp"
 
-    def degrees(self) -> dict[str, int]:
-        return {"replicate": self.world_size}
-
     def __init__(
         self,
         bucket_cap_mb: float = 25,
@@ -49,6 +46,9 @@ class DDP(MeshStrategy):
         )
         self.bucket_cap_mb = bucket_cap_mb
         self.static_graph = static_graph
+
+    def degrees(self) -> dict[str, int]:
+        return {"replicate": self.world_size}
 
     def setup(self, trainer: pl.Trainer) -> None:
         one_backward = trainer.datamodule.plan.accumulate == 1  # type: ignore[attr-defined]

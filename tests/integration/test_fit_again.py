@@ -23,16 +23,7 @@ def test_a_run_that_is_at_its_end_has_nothing_to_do(text: Path, tmp_path: Path) 
 def test_a_resumed_run_keeps_its_global_batch_whatever_the_micro_batch_unless_another_is_given(
     text: Path, tmp_path: Path
 ) -> None:
-    common = [
-        "fit",
-        *SMALL,
-        "--data.corpus",
-        str(text),
-        "--trainer.default_root_dir",
-        str(tmp_path),
-        "--export",
-        "false",
-    ]
+    common = ["fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(tmp_path)]
     assert here(*common).code == 0  # micro 4, and so is the global batch
     assert here(*common, "--data.micro_batch", "2", "--ckpt_path", "last", "--trainer.max_steps", "6").code == 0
     other = ("--data.micro_batch", "2", "--data.global_batch", "6", "--ckpt_path", "last", "--trainer.max_steps", "7")

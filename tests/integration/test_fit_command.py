@@ -117,21 +117,13 @@ def test_a_new_run_starts_from_given_weights_and_refuses_others(text: Path, tmp_
     options = ["--data.corpus", str(few), "--model.init_from", weights, "--trainer.default_root_dir", str(tmp_path)]
     assert here("fit", *SMALL, *options, "--tag", "few").code == 0
     assert results(tmp_path)[-1]["vocab"] == first["vocab"]
-    common = [
-        "fit",
-        *SMALL,
-        "--data.corpus",
-        str(text),
-        "--trainer.default_root_dir",
-        str(tmp_path),
-        "--model.init_from",
-    ]
+    common = ["fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(tmp_path)]
     for options, words in (
         (["nowhere"], "nowhere does not exist"),
         ([weights, "--model.width", "32"], "width is 32, but 64"),
         ([weights, "--data.tokenizer", "byte"], "is not the corpus's"),
     ):
-        refused = here(*common, *options)
+        refused = here(*common, "--model.init_from", *options)
         assert refused.code == 2, refused.text
         assert words in refused.err
         assert len(refused.err.strip().splitlines()) == 1
