@@ -1,6 +1,7 @@
 """Draws loss curves and, under them, how far each is from its reference. Reads no files."""
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from lit_gpt_dist.report.statistics import strategy_order
 
 MOST_CURVES = 7  # more lines in one picture cannot be told apart
 MOST_PICTURES = 4
+TITLE_CHARACTERS = 80  # of one line of a title, at the width of a picture
 
 
 def draw_losses(comparisons: Sequence[Comparison], looks: Mapping[str, Look]) -> list[Picture]:
@@ -78,7 +80,7 @@ def _draw_group(group: list[Comparison], number: int, title: str, looks: Mapping
         top.set_ylabel("training loss")
         bottom.set_xlabel("optimizer step")
         bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
-        figure.suptitle(literal(f"{title}: one curve?"), fontsize=11)
+        figure.suptitle(literal("\n".join(textwrap.wrap(f"{title}: one curve?", TITLE_CHARACTERS))), fontsize=11)
         handles = [*top.get_legend_handles_labels()[0], *bottom.get_legend_handles_labels()[0]]
         figure.legend(handles=handles, loc="outside lower center", ncols=2, handlelength=3.5)
     left_out = f"{len(shown)} of {len(others)} runs are drawn." if len(shown) < len(others) else ""

@@ -131,7 +131,7 @@ def _finish_speed(axis: Any, panel: Panel, places: _Places, looks: Mapping[str, 
             axis.hlines([one * world for world in worlds], left, right, **_IDEAL)
     axis.set_yscale("log")
     _rate_ticks(axis)
-    axis.set_ylabel("tokens/s")
+    axis.set_ylabel("tokens/s (log scale)")
 
 
 def _rate_ticks(axis: Any) -> None:
