@@ -55,7 +55,10 @@ class RecordedSteps(pl.LightningModule):
                 self.step_graph = StepGraph(self._recorded_step, windows)
             return self._replay(windows)
         losses, self.gradient_norm = self._whole_step(windows)
-        self.step_loss = mean_loss(losses)
+        if self.graph_wanted:  # as the step that will be recorded does it: nothing may be compiled while it is
+            self.step_loss, self.gradient_norm = self._step_results(losses, self.gradient_norm).unbind()
+        else:
+            self.step_loss = mean_loss(losses)
         return self.step_loss
 
     def on_train_start(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lit_gpt_dist.callbacks.recorder import Pause, find_recorder
+from lit_gpt_dist.parallel.graph import recording
 
 
 class CompileTime(pl.Callback):
@@ -26,13 +27,16 @@ class CompileTime(pl.Callback):
         callback_handler.register_end_callback(self._end)
 
     def _start(self, *_: Any) -> None:
+        if recording():  # to read the device's clock, or a reading, would spoil what is being recorded
+            return
         recorder = find_recorder(self._trainer) if self._trainer is not None else None
         self._pause = recorder.pause_began() if recorder is not None else None
 
     def _end(self, *_: Any) -> None:
         recorder = find_recorder(self._trainer) if self._trainer is not None else None
-        if recorder is not None and self._pause is not None:
-            recorder.pause_ended("compile", self._pause)
+        pause, self._pause = self._pause, None
+        if recorder is not None and pause is not None:
+            recorder.pause_ended("compile", pause)
 
     def teardown(self, trainer: pl.Trainer, module: Any, stage: str) -> None:
         if self._handler is not None:

@@ -15,29 +15,23 @@ from lit_gpt_dist.model.gpt import GPT
 Compile = Literal["auto", "none", "blocks", "model"]
 
 
-SMALL_PARAMETERS = 100e6  # below it a model's gradients are sent in less time than splitting its backward costs
-
-
-def resolve_compile(
-    mode: Compile, device: torch.device, strategy: str, parameters: int
-) -> Literal["none", "blocks", "model"]:
+def resolve_compile(mode: Compile, device: torch.device, strategy: str) -> Literal["none", "blocks", "model"]:
     """What ``auto`` means.
 
-    Nothing on a CPU, where starting costs more than a small model's run. On a GPU the whole model on one device, and
-    under ddp where it is small; blocks under fsdp2 and for large models under ddp, so that a block's weights are gathered,
-    or its gradients sent, while another computes.
+    Nothing on a CPU, where starting costs more than a small model's run. On a GPU the whole model; blocks where weights
+    are sharded, so that a block's are gathered while another computes.
     """
     if mode != "auto":
         return mode
     if device.type != "cuda":
         return "none"
-    whole = strategy == "single" or (strategy == "ddp" and parameters < SMALL_PARAMETERS)
-    return "model" if whole else "blocks"
+    return "model" if strategy in ("single", "ddp") else "blocks"
 
 
 def compile_model(model: GPT, mode: Literal["none", "blocks", "model"]) -> None:
     """Compiles in place: parameters keep their names. Shapes are static: a step's windows always have the same."""
     if mode == "model":
+        torch._dynamo.config.optimize_ddp = True  # cut where a bucket of DDP's is full, so that it can be sent by then
         model.compile(dynamic=False)
     elif mode == "blocks":
         # a block is cut fine enough already; splitting it by DDP's buckets would only take fusions away

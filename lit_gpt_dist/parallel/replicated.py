@@ -12,6 +12,7 @@ from torch import nn
 from lit_gpt_dist.parallel.graph import on_side_stream
 from lit_gpt_dist.parallel.strategies import MeshStrategy
 
+BUCKET_MB, COMPILED_BUCKET_MB = 25.0, 100.0  # the second: docs/performance.md, buckets
 WATCHDOG_SECONDS = 0.25  # more than two looks of NCCL's watchdog
 
 
@@ -19,7 +20,8 @@ class DDP(MeshStrategy):
     """Every rank holds the whole model; gradients are averaged in buckets while backward runs (Li et al. 2020).
 
     Args:
-        bucket_cap_mb: size of a bucket in MiB; a bucket is sent as soon as its gradients are there.
+        bucket_cap_mb: size of a bucket in MiB; a bucket is sent as soon as its gradients are there. By default PyTorch's 25, or
+            100 where the whole model is compiled: there every bucket is a cut through what is compiled.
         static_graph: the same parameters get gradients at every backward; by default where a step has one micro-batch
             (with more, DDP's reducer fails an assertion at the first backward that does not synchronise, torch 2.13).
         gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
@@ -31,7 +33,7 @@ class DDP(MeshStrategy):
 
     def __init__(
         self,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool = True,
         no_sync: bool = True,
@@ -40,17 +42,20 @@ class DDP(MeshStrategy):
         super().__init__(
             no_sync,
             timeout_seconds,
-            bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=gradient_as_bucket_view,
             broadcast_buffers=False,  # the model has none
         )
-        self.bucket_cap_mb = bucket_cap_mb
+        self.bucket_option = bucket_cap_mb
+        self.bucket_cap_mb = bucket_cap_mb or BUCKET_MB
         self.static_graph = static_graph
 
     def degrees(self) -> dict[str, int]:
         return {"replicate": self.world_size}
 
     def setup(self, trainer: pl.Trainer) -> None:
+        compiled_whole = self.lightning_module.compiled == "model"  # type: ignore[union-attr]
+        self.bucket_cap_mb = self.bucket_option or (COMPILED_BUCKET_MB if compiled_whole else BUCKET_MB)
+        self._ddp_kwargs["bucket_cap_mb"] = self.bucket_cap_mb
         one_backward = trainer.datamodule.plan.accumulate == 1  # type: ignore[attr-defined]
         self._ddp_kwargs["static_graph"] = one_backward if self.static_graph is None else self.static_graph
         super().setup(trainer)
