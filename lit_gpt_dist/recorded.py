@@ -52,14 +52,18 @@ class RecordedSteps(pl.LightningModule):
         """A whole optimizer step in one call, recorded or not; its loss. Nobody is told of its parts."""
         if self.in_graph:
             if self.step_graph is None:
+                self._rehearse_results(len(windows))
                 self.step_graph = StepGraph(self._recorded_step, windows)
             return self._replay(windows)
         losses, self.gradient_norm = self._whole_step(windows)
-        if self.graph_wanted:  # as the step that will be recorded does it: nothing may be compiled while it is
-            self.step_loss, self.gradient_norm = self._step_results(losses, self.gradient_norm).unbind()
-        else:
-            self.step_loss = mean_loss(losses)
+        self.step_loss = mean_loss(losses)
         return self.step_loss
+
+    def _rehearse_results(self, accumulate: int) -> None:
+        """The steps before were Lightning's, which need no ``step_results``; it may not be compiled within a recording."""
+        assert self.gradient_norm is not None
+        wide = torch.float64 if self.trainer.precision == "64-true" else torch.float32
+        self._step_results([torch.zeros((), dtype=wide, device=self.device)] * accumulate, self.gradient_norm)
 
     def on_train_start(self) -> None:
         self.arm_graph()

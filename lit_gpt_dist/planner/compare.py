@@ -11,7 +11,7 @@ from lit_gpt_dist.model.config import PRESETS, GPTConfig, preset
 from lit_gpt_dist.planner.calibration import Calibration
 from lit_gpt_dist.planner.estimate import Estimate, estimate
 from lit_gpt_dist.planner.hardware import GIB, MIB, Link, device_by_name
-from lit_gpt_dist.planner.job import DDP_BUCKET_BYTES, Execution, Job, Precision
+from lit_gpt_dist.planner.job import Execution, Job, Precision
 from lit_gpt_dist.planner.layout import STRATEGIES
 
 
@@ -117,7 +117,7 @@ def job_of(line: dict[str, Any], calibration: Calibration | None, link: Link) ->
         execution=execution_of(line),
         no_sync=line.get("no_sync") is not False,
         reshard_after_forward=line.get("reshard_after_forward") is not False,
-        bucket_bytes=float(line.get("bucket_cap_mb") or DDP_BUCKET_BYTES / MIB) * MIB,
+        bucket_bytes=float(line.get("bucket_cap_mb") or 0) * MIB or None,
         calibration=calibration,
     )
 

@@ -187,7 +187,7 @@ def never_hidden(job: Job, found: Estimate, parts: CommunicationParts) -> list[s
     if found.strategy == "zero2":
         last = last / 2
     lines = [
-        f"never hidden: the last bucket, {size / MIB:,.1f} MiB (the first-used parameters: a bucket of {job.bucket_bytes / MIB:g} MiB or the "
+        f"never hidden: the last bucket, {size / MIB:,.1f} MiB (the first-used parameters: a bucket of {job.bucket / MIB:g} MiB or the "
         f"token embedding, at most all gradients): {last * 1e3:.2f} ms"
     ]
     if found.strategy == "zero2":

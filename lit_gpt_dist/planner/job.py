@@ -15,7 +15,8 @@ Execution = Literal["eager", "compiled", "graph"]
 ASSUMED_MFU = (
     0.40  # published runs of 0.1–8B models on A100 and H100 reach 0.39–0.50; a starting point, not a prediction
 )
-DDP_BUCKET_BYTES = 25.0 * 2**20  # torch.nn.parallel.DistributedDataParallel's default bucket_cap_mb
+# parallel/replicated.py: torch.nn.parallel.DistributedDataParallel's default bucket_cap_mb, and ours for a model compiled whole
+DDP_BUCKET_BYTES, COMPILED_BUCKET_BYTES = 25.0 * 2**20, 100.0 * 2**20
 RESERVE_GIB = 2.0  # of a card: CUDA context, NCCL's buffers, fragmentation
 
 
@@ -42,7 +43,7 @@ class Job:
     autocast: bool = False  # 16 bits in products only, as 16-mixed and other loops have it; FSDP2 never has
     mfu: float = ASSUMED_MFU
     reserve_bytes: float = RESERVE_GIB * GIB
-    bucket_bytes: float = DDP_BUCKET_BYTES
+    bucket_bytes: float | None = None  # None: what `fit` does
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
@@ -58,6 +59,11 @@ class Job:
                 f"reserve {self.reserve_bytes / GIB:g} GiB is not below the {(self.device.memory_bytes or 0) / GIB:g} GiB that "
                 f"{self.device.name} has; give a --reserve_gib below that, or other cards"
             )
+
+    @property
+    def bucket(self) -> float:
+        """Bytes of gradients that DDP sends at once."""
+        return self.bucket_bytes or (DDP_BUCKET_BYTES if self.execution == "eager" else COMPILED_BUCKET_BYTES)
 
     @property
     def world(self) -> int:

@@ -3,7 +3,7 @@
 Three pieces can never be hidden, because nothing is left to compute beside them:
 
 * DDP reduces its last bucket when backward has ended. It holds the parameters used first, so the token embedding's whole
-  gradient (a bucket takes whole parameters), and has at least ``bucket_bytes`` where there is as much;
+  gradient (a bucket takes whole parameters), and has at least ``Job.bucket`` where there is as much;
 * FSDP2 gathers the root unit (embeddings, head, final norm) and the first block before anything computes;
 * FSDP2 reduce-scatters the root unit, whose embedding is used first, when backward has ended.
 """
@@ -41,7 +41,7 @@ def communication_seconds(job: Job, plan: Layout) -> CommunicationParts | None:
     gradient = state_bytes_per_parameter(job.precision, job.optimizer).gradients
     parameters = job.model.parameters() / (plan.tensor * plan.stages)
     unit = parameters / job.model.layers * strategy_widths(job, plan).compute
-    inside, across = job.link.bandwidth_at(unit), job.slowest_link.bandwidth_at(job.bucket_bytes)
+    inside, across = job.link.bandwidth_at(unit), job.slowest_link.bandwidth_at(job.bucket)
     if across is None or inside is None:
         return None
     if plan.strategy in ("fsdp2", "hsdp"):
@@ -63,7 +63,7 @@ def last_bucket_bytes(job: Job, plan: Layout) -> float:
     """Gradients that DDP reduces after backward: a bucket, or the token embedding where that is more; at most all of them."""
     gradient = state_bytes_per_parameter(job.precision, job.optimizer).gradients
     embedding = gradient * job.model.vocab_size * job.model.width / plan.tensor
-    return min(max(job.bucket_bytes, embedding), gradient * job.model.parameters() / (plan.tensor * plan.stages))
+    return min(max(job.bucket, embedding), gradient * job.model.parameters() / (plan.tensor * plan.stages))
 
 
 def sharded_seconds(job: Job, plan: Layout, within: float, across: float) -> CommunicationParts:

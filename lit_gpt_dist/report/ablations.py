@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lit_gpt_dist.report.results import Run
-from lit_gpt_dist.report.statistics import Bases, Case, arithmetic, model, ratio, switched_off
+from lit_gpt_dist.report.statistics import Bases, Case, arithmetic, has_usual_bucket, model, ratio, switched_off
 
 NO_SYNC_OFF = "no_sync off"  # as `bench` names that variant
 
@@ -23,7 +23,7 @@ class Ablation:
 
 def ablations(cases: Sequence[Case], bases: Bases) -> list[Ablation]:
     # the default bucket size, and nothing switched off, last: what stays where several were run
-    usual_last = sorted(cases, key=lambda c: (not switched_off(c.first), c.first.bucket_cap_mb in (None, 25)))
+    usual_last = sorted(cases, key=lambda c: (not switched_off(c.first), has_usual_bucket(c.first)))
     plain = {_without_switch(case.first): case for case in usual_last if not case.first.variant}
     found = []
     for case in cases:

@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from lit_gpt_dist.planner.hardware import MIB
+from lit_gpt_dist.planner.job import COMPILED_BUCKET_BYTES, DDP_BUCKET_BYTES
 from lit_gpt_dist.report.names import unusual_shape
 from lit_gpt_dist.report.results import FAILED, OK, OUT_OF_MEMORY, Run
 
@@ -60,9 +62,15 @@ def describe_options(run: Run) -> str:
         parts.append(compiled)
     if run.variant:
         return ", ".join([*parts, run.variant])
-    if run.bucket_cap_mb is not None and run.bucket_cap_mb != 25:  # 25 MB is DDP's own default
+    if not has_usual_bucket(run):
         parts.append(f"bucket {run.bucket_cap_mb:g} MB")
     return ", ".join([*parts, *switched_off(run)])
+
+
+def has_usual_bucket(run: Run) -> bool:
+    """Whether the size of ddp's buckets is what it is by default."""
+    usual = COMPILED_BUCKET_BYTES if run.compile == "model" else DDP_BUCKET_BYTES
+    return run.bucket_cap_mb in (None, usual / MIB)
 
 
 def switched_off(run: Run) -> list[str]:

@@ -1,11 +1,17 @@
 """A compiled model follows the eager one's curve, and compiles nothing more once it has warmed up."""
 
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from helpers.training import Run, build, losses
 
+import lit_gpt_dist.module
+from lit_gpt_dist import recorded
+from lit_gpt_dist.callbacks import compiling
 from lit_gpt_dist.callbacks.recorder import StepRecorder
 from lit_gpt_dist.errors import UserError
 
@@ -44,3 +50,46 @@ def test_a_graph_is_recorded_anew_from_wherever_the_run_goes_back_to() -> None:
     module.arm_graph()
     assert module.step_graph is None, "what was recorded reads moments that a rollback replaces"
     assert not module.in_graph, "the next steps are taken one by one"
+
+
+def test_nothing_runs_for_the_first_time_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be compiled there, which a recording does not survive. The graph is played: a CPU has none."""
+    seen: list[str] = []
+
+    class PlayedGraph:
+        def __init__(self, step: Any, windows: torch.Tensor) -> None:
+            seen.append("recorded")
+            self.step, self.results = step, step(windows)
+
+        def replay(self, windows: torch.Tensor) -> None:
+            self.results = self.step(windows)
+
+    monkeypatch.setattr(lit_gpt_dist.module, "decide_graph", lambda *_: True)
+    monkeypatch.setattr(recorded, "StepGraph", PlayedGraph)
+    monkeypatch.setattr(recorded, "make_capturable", lambda *_: None)
+    monkeypatch.setattr(recorded, "on_side_stream", lambda *_: nullcontext())
+    trainer, module, data = build(Run(steps=6))
+    results = recorded.step_results
+    monkeypatch.setattr(lit_gpt_dist.module, "step_results", lambda *parts: seen.append(kinds(parts)) or results(*parts))
+    trainer.fit(module, datamodule=data)
+    assert seen.count("recorded") == 1
+    before, after = seen[: seen.index("recorded")], seen[seen.index("recorded") + 1 :]
+    assert set(before) == set(after) == {"4 × torch.float32, torch.float32"}, "of the same types: others would be compiled anew"
+    assert module.trainer.global_step == 6
+
+
+def kinds(parts: tuple[list[torch.Tensor], torch.Tensor]) -> str:
+    losses, norm = parts
+    (dtype,) = {loss.dtype for loss in losses}
+    return f"{len(losses)} × {dtype}, {norm.dtype}"
+
+
+def test_a_compilation_within_a_recording_touches_no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = StepRecorder()
+    timer = compiling.CompileTime()
+    timer._trainer = SimpleNamespace(callbacks=[recorder])  # type: ignore[assignment]
+    for inside, kinds in ((True, set()), (False, {"compile"})):
+        monkeypatch.setattr(compiling, "recording", lambda inside=inside: inside)
+        timer._start()
+        timer._end()
+        assert set(recorder.paused_seconds) == kinds

@@ -81,6 +81,15 @@ def test_the_last_bucket_is_a_bucket_of_small_models_and_at_most_all_gradients()
     baby = replace(job(), model=preset("baby"))
     assert last_bucket_bytes(tiny, layout(tiny, "ddp")) == 4 * tiny.model.parameters()
     assert last_bucket_bytes(baby, layout(baby, "ddp")) == 25 * 2**20
+    small_bucket = replace(baby, execution="graph", bucket_bytes=5 * 2**20)
+    assert last_bucket_bytes(small_bucket, layout(small_bucket, "ddp")) == 5 * 2**20
+
+
+def test_the_planned_bucket_is_the_one_that_fit_takes():
+    from lit_gpt_dist.parallel.replicated import BUCKET_MB, COMPILED_BUCKET_MB
+
+    assert job(execution="eager").bucket == BUCKET_MB * 2**20
+    assert job(execution="graph").bucket == COMPILED_BUCKET_MB * 2**20
 
 
 def test_fsdp2_never_hides_its_first_gather_and_its_last_reduction():
