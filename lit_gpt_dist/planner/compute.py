@@ -74,7 +74,13 @@ LOSS_TRAFFIC_COMPILED = (
     2 + 2 + 2 + 2 + 2
 )  # write logits, two reductions, read again, write their gradient: 2 bytes each
 LOSS_TRAFFIC_EAGER = 6 + 12 + 12 + 16 + 6  # cast, log_softmax, nll backward, softmax backward, cast back: fp32 mostly
-OPERATIONS_EAGER, OPERATIONS_COMPILED = 48, 22  # kernels a layer, forward and backward; see layer_traffic_bytes
+OPERATIONS_EAGER, OPERATIONS_COMPILED = (
+    48,
+    22,
+)  # launched by the host a layer, forward and backward; see layer_traffic_bytes
+# What the device runs for the 22: a trace of gpt2-124m on an H200 has 660 kernels a micro-batch. A product split along its
+# inner width brings a memset and a sum.
+KERNELS_COMPILED = 52
 OPERATIONS_ENDS = 30  # embedding, final norm, head, loss
 
 
@@ -96,10 +102,16 @@ def micro_seconds(
     )  # weights to 16 bits, gradients back
     traffic = (pointwise + casts) / rates.copy_bandwidth
     operations = config.layers * (OPERATIONS_COMPILED if compiled else OPERATIONS_EAGER) * again + OPERATIONS_ENDS
-    kernels = operations * rates.kernel_seconds
+    run = config.layers * (KERNELS_COMPILED if compiled else OPERATIONS_EAGER) * again + OPERATIONS_ENDS
+    kernels = run * rates.kernel_seconds
     launches = 0.0 if execution == "graph" else operations * rates.launch_seconds
     device = products + attention + traffic + kernels
     return MicroTime(products, attention, traffic, kernels, launches, max(device, launches))
+
+
+def accumulation_seconds(gradient_bytes: float, copy_bandwidth: float) -> float:
+    """A further micro-batch's gradients are added to those there are: two reads and a write of ``gradient_bytes``."""
+    return 3 * gradient_bytes / copy_bandwidth
 
 
 def optimizer_seconds(parameters: float, state_bytes: float, weight_bytes: float, copy_bandwidth: float) -> float:

@@ -105,11 +105,27 @@ def optimizer_step_seconds(job: Job, plan: Layout) -> float:
     return compute.optimizer_seconds(shard, sum(state), state.weights, rates.copy_bandwidth)
 
 
-def step_times(job: Job, plan: Layout, accumulate: int) -> Times | None:
+def rank_seconds(job: Job, plan: Layout, accumulate: int) -> float | None:
+    """All that one rank computes in a step: micro-batches, adding up their gradients, the update; None where unknown."""
     micro = micro_compute_seconds(job, plan)
     if micro is None:
         return None
-    own = accumulate * micro + optimizer_step_seconds(job, plan)
+    return accumulate * micro + (accumulate - 1) * adding_up_seconds(job, plan) + optimizer_step_seconds(job, plan)
+
+
+def adding_up_seconds(job: Job, plan: Layout) -> float:
+    """Of one micro-batch's gradients. Nothing under an assumed MFU, which is one of whole steps."""
+    if (rates := job.rates) is None:
+        return 0.0
+    own = job.model.parameters() / (plan.tensor * plan.stages)
+    gradients = own * state_bytes_per_parameter(job.precision, job.optimizer).gradients
+    return compute.accumulation_seconds(gradients, rates.copy_bandwidth)
+
+
+def step_times(job: Job, plan: Layout, accumulate: int) -> Times | None:
+    micro, own = micro_compute_seconds(job, plan), rank_seconds(job, plan, accumulate)
+    if micro is None or own is None:
+        return None
     if plan.stages > 1:
         own *= 1 + time.bubble_over_useful(plan.stages, accumulate)
     parts = communication_seconds(job, plan)
@@ -123,10 +139,5 @@ def scaling_efficiency(job: Job, plan: Layout, accumulate: int, times: Times | N
     """Against one card with the same work per card: what communication and the bubble take."""
     if times is None or times.step is None:
         return None
-    single = micro_compute_seconds(job, layout(job, "single"))
-    if single is None:
-        return None
-    alone = accumulate * single / (plan.tensor * plan.stages) + optimizer_step_seconds(job, layout(job, "single")) / (
-        plan.tensor * plan.stages
-    )
-    return time.efficiency(alone, times.step)
+    alone = rank_seconds(job, layout(job, "single"), accumulate)
+    return None if alone is None else time.efficiency(alone / (plan.tensor * plan.stages), times.step)

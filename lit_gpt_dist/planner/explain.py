@@ -7,7 +7,7 @@ from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.flops import flops_per_token
 from lit_gpt_dist.planner import activations, time
 from lit_gpt_dist.planner.compute import RECOMPUTE_FACTOR
-from lit_gpt_dist.planner.estimate import Estimate, micro_compute_seconds
+from lit_gpt_dist.planner.estimate import Estimate, adding_up_seconds, micro_compute_seconds, optimizer_step_seconds
 from lit_gpt_dist.planner.footprint import KINDS, block_parameters, root_parameters, strategy_widths
 from lit_gpt_dist.planner.hardware import GIB, MIB
 from lit_gpt_dist.planner.job import Job
@@ -140,7 +140,10 @@ def compute_lines(job: Job, found: Estimate) -> list[str]:
         lines.append(
             f"{flops.palm:,} × {tokens:,} tokens / ({job.device.peak_flops:.3g} × assumed MFU {job.mfu:g}){extra}"
         )
-    lines.append(f"  = {micro * 1e3:.2f} ms a micro-batch; × accumulate {found.accumulate} and the optimizer:")
+    lines.append(f"  = {micro * 1e3:.2f} ms a micro-batch; × accumulate {found.accumulate}")
+    if job.rates:
+        adding = f"{found.accumulate - 1} × {adding_up_seconds(job, found.layout) * 1e3:.2f} ms (gradients read twice, written once)"
+        lines.append(f"adding up: {adding}; the update: {optimizer_step_seconds(job, found.layout) * 1e3:.2f} ms")
     lines.append(f"  = {found.times.compute * 1e3:.2f} ms a step")
     return lines
 

@@ -13,7 +13,7 @@ from lit_gpt_dist.report.names import OWN_FIELDS
 from lit_gpt_dist.report.results import Run
 from lit_gpt_dist.report.settings import differing_settings, dropout_of
 
-SPIKE = 1.5  # times the loss of the step before
+SPIKE = 1.1  # times the loss of the step before
 
 
 def likely_cause(comparison: Comparison) -> str:
@@ -28,6 +28,7 @@ def likely_cause(comparison: Comparison) -> str:
         or _other_options(curve.run, reference.run)
         or _other_length(comparison)
         or _spike(comparison)
+        or _passing(comparison)
         or _from_the_first_step(comparison)
     )
     mine, other = curve.run.git_revision, reference.run.git_revision
@@ -139,6 +140,20 @@ def _spike(comparison: Comparison) -> str:
     )
 
 
+def _passing(comparison: Comparison) -> str:
+    """A few steps apart, and together again: an update that is wrong stays wrong."""
+    large = _large(comparison)
+    steps = comparison.steps
+    last_third = steps[-(len(steps) // 3) :]
+    if len(steps) < 9 or not large.size or len(large) > len(steps) / 4 or np.isin(last_third, large).any():
+        return ""
+    named = ", ".join(map(str, large[:3])) + (f" and {len(large) - 3} more" if len(large) > 3 else "")
+    return (
+        f"beyond rounding only at step {named}, and together again after that: rounding that grew where the loss turned, or other "
+        "data at that step; an update at fault would keep the runs apart"
+    )
+
+
 def _from_the_first_step(comparison: Comparison) -> str:
     run, reference = comparison.curve.run, comparison.reference
     assert reference is not None
@@ -164,7 +179,8 @@ def _update_faults(run: Run, reference: Run) -> str:
         faults.append(f"gradients not divided by accumulation ({run.accum}; the reference: {reference.accum})")
     if run.world > 1:
         faults.append(f"gradients not averaged over the {run.world} ranks")
-    return ", ".join([*faults, "or another learning rate, clipping or schedule"])
+    rest = "another learning rate, clipping or schedule"
+    return f"{', '.join(faults)}, or {rest}" if faults else rest
 
 
 def _starts_apart(comparison: Comparison) -> str:
@@ -187,8 +203,12 @@ def _how_closely(comparison: Comparison) -> str:
 
 
 def _first_large(comparison: Comparison) -> int | None:
-    """The first step beyond the rounding band."""
+    large = _large(comparison)
+    return int(large[0]) if large.size else None
+
+
+def _large(comparison: Comparison) -> np.ndarray:
+    """The steps beyond the rounding band."""
     assert comparison.reference is not None
     limits = band(comparison.curve.run, comparison.reference.run)
-    large = comparison.steps[~(np.abs(comparison.difference) <= limits.rounding_at(comparison.steps))]
-    return int(large[0]) if large.size else None
+    return comparison.steps[~(np.abs(comparison.difference) <= limits.rounding_at(comparison.steps))]

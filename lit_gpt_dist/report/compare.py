@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from lit_gpt_dist.report.causes import likely_cause
+from lit_gpt_dist.report.controls import ALLOWED, Control, control_for, find_controls
 from lit_gpt_dist.report.curves import Comparison, Curve, Verdict, band
 from lit_gpt_dist.report.results import Run
 
@@ -61,6 +62,7 @@ def compare_all(curves: Sequence[Curve], reference_tag: str | None = None) -> li
         near.setdefault(model_and_batch(curve.run), []).append(curve)
         sizes.setdefault(curve.run.size, set()).add(curve.run.global_batch)
     best: dict[tuple, Curve | None] = {}  # one search a group, not one a run
+    controls = find_controls(curves)
     comparisons = []
     for curve in curves:
         if named:
@@ -73,7 +75,7 @@ def compare_all(curves: Sequence[Curve], reference_tag: str | None = None) -> li
         # what runs on one device is its own reference, but for the rest of a run that was begun otherwise
         own = candidates[0] if len(candidates) == 1 else None
         alone = own is curve and (curve.run.world > 1 or bool(curve.apart)) and not named
-        found = compare(curve, None if alone else best[group], sizes[curve.run.size])
+        found = compare(curve, None if alone else best[group], sizes[curve.run.size], control_for(curve.run, controls))
         if named and found.reference is None and not candidates:
             found = replace(found, cause=f"{reference_tag}, the reference asked for, is a run of {named[0].run.size}")
         comparisons.append(replace(found, cause=curve.apart) if curve.apart else found)
@@ -89,15 +91,17 @@ def _candidates(curve: Curve, exact: dict[tuple, list[Curve]], near: dict[tuple,
     return near[model_and_batch(curve.run)]
 
 
-def compare(curve: Curve, reference: Curve | None, batches: Iterable[int] = ()) -> Comparison:
-    """One curve against its reference."""
+def compare(
+    curve: Curve, reference: Curve | None, batches: Iterable[int] = (), control: Control | None = None
+) -> Comparison:
+    """One curve against its reference. ``control``: what rounding does to runs like these, where that was measured."""
     if reference is None or (reference is not curve and not np.intersect1d(curve.steps, reference.steps).size):
         return Comparison(curve, None, Verdict.ALONE, _NOTHING, _NOTHING, cause=_why_alone(curve, reference, batches))
     steps, own, others = np.intersect1d(curve.steps, reference.steps, assume_unique=True, return_indices=True)
     difference = curve.losses[own] - reference.losses[others]
     if reference is curve:
         return Comparison(curve, reference, Verdict.REFERENCE, steps, difference)
-    return _judge(curve, reference, steps, difference)
+    return _judge(curve, reference, steps, difference, control)
 
 
 def _why_alone(curve: Curve, reference: Curve | None, batches: Iterable[int]) -> str:
@@ -111,14 +115,19 @@ def _why_alone(curve: Curve, reference: Curve | None, batches: Iterable[int]) ->
     return f"no other run of {run.size} with global batch {run.global_batch}{hint}"
 
 
-def _judge(curve: Curve, reference: Curve, steps: np.ndarray, difference: np.ndarray) -> Comparison:
-    limits = band(curve.run, reference.run)
+def _judge(
+    curve: Curve, reference: Curve, steps: np.ndarray, difference: np.ndarray, control: Control | None
+) -> Comparison:
+    cause, limits = "", band(curve.run, reference.run)
     size = np.where(np.isfinite(difference), np.abs(difference), np.inf)
     beyond = steps[size > limits.same]
     if not beyond.size:
         verdict = Verdict.SAME
     elif bool(np.all(size <= limits.rounding_at(steps))):
         verdict = Verdict.ROUNDING
+    elif control is not None and bool(np.all(size <= np.maximum(limits.rounding_at(steps), control.allowed(steps)))):
+        verdict = Verdict.ROUNDING
+        cause = f"within {ALLOWED:g} × what rounds of {control.case} differ by, {control.largest:.1e}"
     else:
         verdict = Verdict.DIFFERENT
     found = Comparison(
@@ -130,5 +139,6 @@ def _judge(curve: Curve, reference: Curve, steps: np.ndarray, difference: np.nda
         tolerance=limits.same,
         max_difference=float(size.max()) if size.size else math.nan,
         first_beyond=int(beyond[0]) if beyond.size else None,
+        cause=cause,
     )
     return replace(found, cause=likely_cause(found)) if verdict is Verdict.DIFFERENT else found

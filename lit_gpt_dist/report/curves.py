@@ -16,6 +16,8 @@ import numpy as np
 
 from lit_gpt_dist.report.results import OK, Run
 
+NEVER_ROUNDING = 0.1  # a difference that no precision explains
+
 
 class Verdict(StrEnum):
     REFERENCE = "reference"
@@ -36,7 +38,7 @@ class Band:
 
     def rounding_at(self, steps: np.ndarray) -> np.ndarray:
         widened = self.rounding * np.maximum(1.0, steps / self.steady_steps) ** self.power
-        return np.minimum(widened, 0.1) if self.rounding >= 1e-3 else widened  # 0.1 is never rounding
+        return np.minimum(widened, NEVER_ROUNDING) if self.rounding >= 1e-3 else widened
 
 
 _FP64 = Band(same=1e-12, rounding=1e-12, steady_steps=30, power=1.0)

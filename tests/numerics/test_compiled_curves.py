@@ -70,11 +70,15 @@ def test_nothing_runs_for_the_first_time_while_a_step_is_recorded(monkeypatch: p
     monkeypatch.setattr(recorded, "on_side_stream", lambda *_: nullcontext())
     trainer, module, data = build(Run(steps=6))
     results = recorded.step_results
-    monkeypatch.setattr(lit_gpt_dist.module, "step_results", lambda *parts: seen.append(kinds(parts)) or results(*parts))
+    monkeypatch.setattr(
+        lit_gpt_dist.module, "step_results", lambda *parts: seen.append(kinds(parts)) or results(*parts)
+    )
     trainer.fit(module, datamodule=data)
     assert seen.count("recorded") == 1
     before, after = seen[: seen.index("recorded")], seen[seen.index("recorded") + 1 :]
-    assert set(before) == set(after) == {"4 × torch.float32, torch.float32"}, "of the same types: others would be compiled anew"
+    assert set(before) == set(after) == {"4 × torch.float32, torch.float32"}, (
+        "of the same types: others would be compiled anew"
+    )
     assert module.trainer.global_step == 6
 
 

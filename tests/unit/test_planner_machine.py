@@ -111,6 +111,17 @@ def test_small_shapes_are_bound_by_launches_and_a_graph_removes_them():
     assert times[1].total < times[0].total / 2
 
 
+def test_a_further_micro_batch_takes_its_time_and_the_adding_of_its_gradients():
+    fields = dict(micro_batch=16, execution="graph", calibration=Calibration("NVIDIA H200", RATES))
+    once, twice = (
+        estimate(Job(preset("gpt2-124m"), DEVICES["h200"], global_batch=16 * n, **fields), "single").times.step
+        for n in (1, 2)
+    )
+    micro = micro_seconds(preset("gpt2-124m"), 16, 1024, widths("bf16-mixed"), RATES, "graph", False)
+    added = 3 * 4 * preset("gpt2-124m").parameters() / RATES.copy_bandwidth
+    assert twice - once == pytest.approx(micro.total + added)
+
+
 def test_the_link_of_a_calibration_is_that_of_as_many_ranks():
     made = Calibration("NVIDIA H200", None, None, {2: CURVE, 4: ((1e6, 9e9),)}, "nccl", "now")
     assert made.link(2).bandwidth == 276e9
