@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-
 # A schedule laid out over the few steps of a measurement would bring the rate to its peak within ten of them. Losses jump then, and
 # jumps make differences of rounding as large as those of faults.
 SCHEDULE_STEPS = 1000

@@ -83,8 +83,16 @@ class DDP(MeshStrategy):
             torch.distributed.all_reduce(torch.zeros(1, device=self.root_device))
         self._steps_to_rebuild -= 1
 
+    @property
+    def gradients_in_buckets(self) -> bool:  # type: ignore[override]
+        """From the third step on: then DDP has its last buckets, and a backward that sent them has put the gradients there."""
+        return bool(self._ddp_kwargs["gradient_as_bucket_view"]) and self._steps_to_rebuild < -1
+
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
+        """The first steps send every micro-batch: what is added up before a backward that sends lies beside the buckets, as
+        large as they are."""
         assert isinstance(self.model, nn.parallel.DistributedDataParallel)
-        with self.model.no_sync() if self.no_sync else nullcontext():
+        beside = self._ddp_kwargs["gradient_as_bucket_view"] and not self.gradients_in_buckets
+        with self.model.no_sync() if self.no_sync and not beside else nullcontext():
             yield

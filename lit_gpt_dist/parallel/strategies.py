@@ -44,6 +44,8 @@ class DirectSteps(Strategy):
     micro-batches, and the module calls ``strategy.model`` once for each.
     """
 
+    gradients_in_buckets = False  # between steps, as parts of larger tensors
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():

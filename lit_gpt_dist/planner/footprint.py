@@ -27,6 +27,7 @@ from lit_gpt_dist.planner.job import Job
 from lit_gpt_dist.planner.layout import Layout
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
 
+BLAS_HANDLES = 2  # of the thread that runs forward and of autograd's, which runs backward: each has a workspace
 KINDS = ("weights", "gradients", "optimizer", "copies", "activations", "logits", "buffers", "workspace")
 MOMENTS = ("loss", "backward", "end")
 GATHERED_UNITS = 2  # FSDP2 prefetches one unit while another computes
@@ -84,7 +85,7 @@ def moment_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> dict[s
         each = logit_bytes(strategy_widths(job, plan), job.execution != "eager", job.autocast)
         kinds["logits"] = job.micro_batch * job.context * job.model.vocab_size * each / plan.tensor
     kinds["buffers"] = buffer_bytes(job, plan, moment)
-    kinds["workspace"] = job.device.workspace_bytes
+    kinds["workspace"] = BLAS_HANDLES * job.device.workspace_bytes
     return kinds
 
 

@@ -20,6 +20,7 @@ from lit_gpt_dist.report.statistics import strategy_order
 
 MOST_CURVES = 7  # more lines in one picture cannot be told apart
 MOST_PICTURES = 4
+LEGEND_CHARACTERS = 46  # of one line in a legend of two columns
 TITLE_CHARACTERS = 80  # of one line of a title, at the width of a picture
 
 
@@ -69,7 +70,7 @@ def _draw_group(group: list[Comparison], number: int, title: str, looks: Mapping
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 5.6), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-        name = literal(f"reference: {run.mode} on {run.world} ({run.tag})")
+        name = _in_legend(f"reference: {run.mode} on {run.world}", run.tag)
         top.plot(reference.steps, reference.losses, color="#000000", linewidth=3.2, alpha=0.35, label=name)
         floor = _draw_bands(bottom, reference, shown)
         of_strategy: Counter[str] = Counter()
@@ -77,6 +78,7 @@ def _draw_group(group: list[Comparison], number: int, title: str, looks: Mapping
             strategy = comparison.curve.run.mode
             _draw_curve(top, bottom, comparison, filled(looks[strategy], of_strategy[strategy]), place, floor)
             of_strategy[strategy] += 1
+        bottom.set_ylim(bottom=floor * 0.7)  # after everything is drawn: the top is fixed from here on
         top.set_ylabel("training loss")
         bottom.set_xlabel("optimizer step")
         bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -86,6 +88,15 @@ def _draw_group(group: list[Comparison], number: int, title: str, looks: Mapping
     left_out = f"{len(shown)} of {len(others)} runs are drawn." if len(shown) < len(others) else ""
     file_name = re.sub(r"[^\w.-]+", "-", f"loss_{number}_{run.size}_batch{run.global_batch}")
     return Picture(file_name, f"{title}: one curve?", figure, left_out)
+
+
+def _in_legend(words: str, tag: str) -> str:
+    """What half the width of a picture has room for: two lines where one is not enough, a long tag without its middle."""
+    if len(tag) + 2 > LEGEND_CHARACTERS:
+        half = LEGEND_CHARACTERS // 2 - 2
+        tag = f"{tag[:half]}…{tag[-half:]}"
+    joint = " " if len(words) + len(tag) + 3 <= LEGEND_CHARACTERS else "\n"
+    return literal(f"{words}{joint}({tag})")
 
 
 def _draw_bands(bottom: Any, reference: Curve, shown: Sequence[Comparison]) -> float:
@@ -101,7 +112,6 @@ def _draw_bands(bottom: Any, reference: Curve, shown: Sequence[Comparison]) -> f
     label = "rounding of this precision"
     bottom.fill_between(steps, floor, rounding, color="#808080", alpha=0.15, linewidth=0, label=label)
     bottom.set_yscale("log")
-    bottom.set_ylim(bottom=floor * 0.7)
     bottom.set_ylabel(f"largest |Δloss| so far\n(below {floor:.0e}: drawn there)")
     return floor
 
@@ -121,7 +131,7 @@ def _draw_curve(top: Any, bottom: Any, comparison: Comparison, look: Look, place
     style = look | dict(markersize=5.5, linewidth=1.2)
     every = max(1, len(curve.steps) // 8)
     marks = (place * every // 4 % every, every)  # staggered, so that equal curves show all their markers
-    name = literal(f"{run.mode} on {run.world}: {comparison.verdict} ({run.tag})")
+    name = _in_legend(f"{run.mode} on {run.world}: {comparison.verdict}", run.tag)
     top.plot(curve.steps, curve.losses, markevery=marks, **style)
     # the largest so far decides the verdict, and lines that only rise can be told apart where noise could not
     largest = np.maximum.accumulate(np.maximum(np.abs(comparison.difference), floor))

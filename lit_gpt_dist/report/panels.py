@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from lit_gpt_dist.report.names import describe_size
 from lit_gpt_dist.report.results import Run
-from lit_gpt_dist.report.statistics import Case, describe_options, is_compiled, model, strategy_order
+from lit_gpt_dist.report.statistics import Case, describe_options, has_usual_bucket, is_compiled, model, strategy_order
 
 MOST_BATCHES = 3  # in a panel: more lines of one strategy cannot be told apart
 
@@ -107,8 +107,11 @@ def _by_setting(cases: Sequence[Case]) -> list[list[Case]]:
 
 
 def _common(run: Run) -> str:
-    """The options in words, without the way in which the run was compiled."""
-    return describe_options(replace(run, compile="yes") if is_compiled(run) else run)
+    """The options in words, without the way in which the run was compiled, and the bucket that goes with it."""
+    if not is_compiled(run):
+        return describe_options(run)
+    bucket = None if has_usual_bucket(run) else run.bucket_cap_mb
+    return describe_options(replace(run, compile="yes", bucket_cap_mb=bucket))
 
 
 def drawable(cases: Sequence[Case]) -> list[Case]:

@@ -46,6 +46,30 @@ def counts(runs: list[Run]) -> list[dict[str, float]]:
     return [count(run) for run in runs]
 
 
+class GradientPlaces(pl.Callback):
+    """Which tensors hold the gradients before each micro-batch's backward."""
+
+    def __init__(self) -> None:
+        self.seen: list[set[int]] = []
+
+    def on_before_backward(self, trainer: Any, module: Any, *rest: Any) -> None:
+        self.seen.append({p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None})
+
+
+def gradient_places(run: Run) -> list[tuple[int, bool]]:
+    places = GradientPlaces()
+    trainer, module, data = build(run, places)
+    trainer.fit(module, datamodule=data)
+    return [(len(now), now == before) for before, now in zip(places.seen, places.seen[1:], strict=False)]
+
+
+def test_ddp_adds_gradients_up_within_its_buckets() -> None:
+    """Beside them they would be there twice."""
+    run = ONE.on("ddp", 2, micro_batch=2)
+    for found in on_ranks(2, gradient_places, run):
+        assert found[4 * 2 :] == [(1, True)] * (4 * (STEPS - 2) - 1), "all in one bucket, the same one from the third step on"
+
+
 @pytest.fixture(scope="module")
 def per_step() -> dict[str, list[dict[str, float]]]:
     """Per strategy: collectives a step without accumulation, with 4 micro-batches, and those without ``no_sync``."""
