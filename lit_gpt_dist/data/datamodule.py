@@ -1,4 +1,5 @@
-"""Step-seeded global batches for Lightning's Trainer. Knows nothing of the model but its context.
+"""Step-seeded global batches for Lightning's Trainer. Knows nothing of the model but its context, and leaves to
+``placement.py`` where tokens lie.
 
 One batch of the loader is one optimizer step: all ``accumulate`` micro-batches of this rank. Seed and step alone select
 the global batch, so there is no position to save; what a checkpoint holds of the data says where it came from.
@@ -23,13 +24,12 @@ from lit_gpt_dist.data.loaders import (
     ValStarts,
     torch_tokens,
 )
-from lit_gpt_dist.data.stream import TokenStream
+from lit_gpt_dist.data.placement import Parts, Placement, cut
+from lit_gpt_dist.data.provenance import changes_since
 from lit_gpt_dist.data.tokenizers import Vocabulary, vocabulary_from_json
 from lit_gpt_dist.data.windows import BatchPlan, plan_batch, usual_micro
 from lit_gpt_dist.errors import UserError
 
-DEVICE_BYTES = 512 << 20  # a corpus up to this size lives on the device
-READ_AHEAD_WORKERS = 2
 SMALL_PARAMETERS = 20e6
 
 
@@ -88,8 +88,8 @@ class GPTDataModule(lightning.LightningDataModule):
         self.val_corpus_path = val_corpus
         self.on_device, self.workers = on_device, workers
         self._corpus: Corpus | None = None
+        self._placement: Placement | None = None
         self._accumulate: int | None = None  # the Trainer's accumulate_grad_batches, once absorbed
-        self._device_tokens: Tensor | None = None
         self.data_offset = 0  # step s takes the windows of s + data_offset: more than 0 once bad data were passed over
         self._saved: dict[str, Any] | None = None  # a checkpoint's account of its data that came before setup
 
@@ -100,6 +100,16 @@ class GPTDataModule(lightning.LightningDataModule):
         if self._corpus is None:
             raise RuntimeError("the data module knows its corpus after setup()")
         return self._corpus
+
+    @property
+    def placement(self) -> Placement:
+        if self._placement is None:
+            raise RuntimeError("the data module knows where its tokens lie after setup()")
+        return self._placement
+
+    @property
+    def parts(self) -> Parts:
+        return self.placement.parts
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -124,18 +134,12 @@ class GPTDataModule(lightning.LightningDataModule):
 
     def describe_corpus(self) -> str:
         """One line for the start of a run."""
-        corpus, kind = self.corpus, f"{self.vocabulary.kind}, vocabulary {self.vocabulary.size}"
-        apart = f" in {self.val_corpus_path}" if self.val_corpus_path else ""
-        parts = f"{len(self._train):,} tokens to train, {len(self._validation):,} to validate{apart}"
-        dropped = sum(corpus.dropped.values())
-        note = f", {dropped:,} characters outside the vocabulary dropped" if dropped else ""
-        skipped = f", {corpus.skipped:,} files or folders skipped (prepare names them)" if corpus.skipped else ""
-        return f"{corpus.name} ({kind}): {parts}{note}{skipped}"
+        return self.parts.describe()
 
     def global_windows(self, step: int) -> tuple[Tensor, Tensor]:
         """Starts (global_batch,) and tokens (global_batch, context + 1) of a whole step, as all ranks together take it."""
         starts = self._source.global_starts(step + self.data_offset)
-        return torch.from_numpy(starts), torch_tokens(self._train.gather(starts, self.context + 1))
+        return torch.from_numpy(starts), torch_tokens(self.parts.train.gather(starts, self.context + 1))
 
     # ---- Lightning's hooks, in the order in which they are called
 
@@ -160,15 +164,15 @@ class GPTDataModule(lightning.LightningDataModule):
                 "micro batch": self.plan.micro_batch,
                 "number of data ranks": self.plan.ranks,
                 "way to draw": get_args(Draw).index(self.draw),
-                "training part": len(self._train),
-                "validation part": len(self._validation),
+                "training part": len(self.parts.train),
+                "validation part": len(self.parts.validation),
             },
         )
         if self._saved is not None:
             self.check_saved(self._saved)
 
     def _allow_no_validation(self, trainer: lightning.Trainer, stage: str) -> None:
-        if len(self._validation):
+        if len(self.parts.validation):
             return
         if stage != "fit":
             raise UserError(
@@ -186,31 +190,21 @@ class GPTDataModule(lightning.LightningDataModule):
             weights = getattr(trainer.lightning_module, "init_vocabulary", None)  # of the weights to start from
             self._corpus = load_corpus(self.corpus_path, self.tokenizer, weights and vocabulary_from_json(weights))
         context = self._context_beside(getattr(trainer.lightning_module, "context", None))
-        self._train, self._validation = self._corpus.split(0.0 if self.val_corpus_path else self.val_fraction, context)
-        if self.val_corpus_path:
-            self._validation = self._validation_apart(self.val_corpus_path, context)
+        parts = cut(self._corpus, self.val_fraction, self.val_corpus_path, context)
+        self._placement = Placement(parts, trainer.strategy.root_device, self.on_device, self.workers)
+        self._source = self._plan_steps(trainer, context, len(parts.train))
+
+    def _plan_steps(self, trainer: lightning.Trainer, context: int, train_tokens: int) -> StepSource:
         if trainer.accumulate_grad_batches > 1:
             # one batch of the loader is one optimizer step: accumulation happens inside it, not in the Trainer's loop
             self._accumulate, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
         # ranks of one tensor- or pipeline-parallel group share data; a foreign strategy knows only plain ranks
-        self._data_rank = getattr(trainer.strategy, "data_rank", trainer.global_rank)
+        data_rank = getattr(trainer.strategy, "data_rank", trainer.global_rank)
         ranks = getattr(trainer.strategy, "data_ranks", trainer.world_size)
-        assert 0 <= self._data_rank < ranks, f"the strategy names data rank {self._data_rank} of {ranks}"
+        assert 0 <= data_rank < ranks, f"the strategy names data rank {data_rank} of {ranks}"
         micro = self.micro_batch or usual_micro(most_windows(trainer), self.global_batch, self._accumulate, ranks)
         plan = plan_batch(self.global_batch, micro, self._accumulate, ranks)
-        repeat = steps_to_overfit(trainer)
-        self._source = StepSource(plan, self.draw, self.seed, context, len(self._train), self._data_rank, repeat)
-        self._place(trainer.strategy.root_device)
-
-    def _validation_apart(self, path: str, context: int) -> TokenStream:
-        """A whole corpus to validate on, in the vocabulary of the one that is trained on."""
-        other = load_corpus(path, usual=self.vocabulary)
-        if other.vocabulary != self.vocabulary:
-            raise UserError(
-                f"val_corpus {path} was prepared with another vocabulary ({other.vocabulary.kind} of {other.vocabulary.size}) than "
-                f"{self.corpus.name} ({self.vocabulary.kind} of {self.vocabulary.size}); give the text, or prepare both alike"
-            )
-        return other.split(0.0, context)[0]
+        return StepSource(plan, self.draw, self.seed, context, train_tokens, data_rank, steps_to_overfit(trainer))
 
     def _context_beside(self, of_model: int | None) -> int:
         context = self.context_option or of_model
@@ -222,28 +216,15 @@ class GPTDataModule(lightning.LightningDataModule):
             )
         return context
 
-    def _place(self, device: torch.device) -> None:
-        """Decides where windows are gathered: from a copy on the device, or on the host, by workers or without."""
-        token_bytes = 1 if self.vocabulary.size <= 256 else 4
-        small = len(self.corpus) * token_bytes <= DEVICE_BYTES
-        wanted = small and not self.workers if self.on_device is None else self.on_device
-        self._on_accelerator = device.type != "cpu"
-        self._gather_on_device = (
-            wanted and self._on_accelerator
-        )  # a CPU gathers from the corpus as it is, without a copy
-        default_workers = READ_AHEAD_WORKERS if self._on_accelerator and not self._gather_on_device else 0
-        self._workers = default_workers if self.workers is None else self.workers
-
     def train_dataloader(self) -> StepLoader:
         """Endless steps from the Trainer's current one. Communicates: the ranks compare their first windows."""
         trainer = self._trainer()
         compare_windows(trainer.strategy, self._source, self._position())
-        on_host = not self._gather_on_device and (self._workers > 0 or self._on_accelerator)
         return StepLoader(
             self._source,
             current_step=self._position,
-            tokens=self._train if on_host else None,
-            workers=self._workers,
+            tokens=self.parts.train if self.placement.reads_ahead else None,
+            workers=self.placement.workers,
             pin=trainer.strategy.root_device.type == "cuda",
         )
 
@@ -253,7 +234,8 @@ class GPTDataModule(lightning.LightningDataModule):
 
     def val_dataloader(self) -> ValLoader:
         micro = self.val_micro_batch or self.plan.micro_batch
-        return ValLoader(len(self._validation), self.context, self.val_windows, micro, self._data_rank, self.plan.ranks)
+        tokens, rank = len(self.parts.validation), self._source.data_rank
+        return ValLoader(tokens, self.context, self.val_windows, micro, rank, self.plan.ranks)
 
     def test_dataloader(self) -> ValLoader:
         return self.val_dataloader()
@@ -261,7 +243,7 @@ class GPTDataModule(lightning.LightningDataModule):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Windows on the device: (accumulate, micro, context + 1) int64 to train, a ``ValBatch`` to validate."""
         if isinstance(batch, ValStarts):
-            windows = self._gather(self._validation, batch.starts, device)
+            windows = self.placement.gather(self.parts.validation, batch.starts, self.context + 1, device)
             return ValBatch(windows, batch.weights.to(device, non_blocking=True))
         if not isinstance(batch, StepBatch):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
@@ -270,20 +252,11 @@ class GPTDataModule(lightning.LightningDataModule):
             batch = self._source.batch(position)
         if batch.windows is not None:
             return batch.windows.to(device, non_blocking=True).long()
-        return self._gather(self._train, batch.starts, device)
-
-    def _gather(self, part: TokenStream, starts: Tensor, device: torch.device) -> Tensor:
-        """Windows of a part at ``starts`` (any shape): (*starts.shape, context + 1) int64 on ``device``."""
-        if not self._gather_on_device or (self.val_corpus_path and part is self._validation):
-            return torch_tokens(part.gather(starts.numpy(), self.context + 1)).to(device).long()
-        if self._device_tokens is None or self._device_tokens.device != device:
-            self._device_tokens = torch_tokens(self.corpus.tokens.to_numpy()).to(device)
-        windows = self._device_tokens.unfold(0, self.context + 1, 1)  # a view: one window for each position
-        first = starts.to(device, non_blocking=True)
-        return windows[first + part.offset if part.offset else first].long()
+        return self.placement.gather(self.parts.train, batch.starts, self.context + 1, device)
 
     def teardown(self, stage: str) -> None:
-        self._device_tokens = None  # gives the device memory back; a later stage makes it anew
+        if self._placement is not None:
+            self._placement.release()
 
     # ---- where the data came from
 
@@ -316,27 +289,11 @@ class GPTDataModule(lightning.LightningDataModule):
         Raises:
             UserError: the tokens mean something else than those the weights were trained on.
         """
-        now = self.state_dict()
-        if saved and saved["vocabulary"] != now["vocabulary"]:
-            was, is_ = (
-                f"{s['vocabulary_kind']} of {s['vocabulary_size']} ({s['vocabulary'][:12]})" for s in (saved, now)
-            )
-            raise UserError(
-                f"the checkpoint's vocabulary is {was}, but the corpus {self.corpus.name} has {is_}; use the corpus or"
-                " the prepared folder it was trained on"
-            )
-        meanings = {
-            "corpus": "training continues on other text",
-            "global_batch": "a step is not what it was: learning rate, schedule and step count mean something else",
-            "context": "windows have another length",
-            "draw": "the windows come in another order, and some may come again",
-            "seed": "the windows come in another order, and some may come again",
-        }
+        changes = changes_since(saved, self.state_dict(), self.corpus.name)
         if self._trainer().state.fn != "fit":
             return  # nothing is continued
-        for name, meaning in meanings.items():
-            if saved and saved.get(name) != now[name]:
-                rank_zero_warn(f"{name} was {saved.get(name)} in the checkpoint and is {now[name]} now: {meaning}.")
+        for change in changes:
+            rank_zero_warn(change)
 
 
 def most_windows(trainer: lightning.Trainer) -> int:

@@ -64,23 +64,23 @@ def test_where_windows_are_gathered_changes_nothing(text, options):
 
 def test_windows_gathered_from_a_device_copy_are_those_of_the_corpus(text):
     data, on_device = set_up(text), set_up(text)
-    on_device._gather_on_device = True  # as on an accelerator: a copy of the whole corpus, indexed there
+    on_device.placement.on_device = True  # as on an accelerator: a copy of the whole corpus, indexed there
     assert torch.equal(first_windows(on_device), first_windows(data))
-    assert on_device._device_tokens is not None
-    assert on_device._device_tokens.dtype == torch.uint8
+    assert on_device.placement.copy is not None
+    assert on_device.placement.copy.dtype == torch.uint8
     for ours, theirs in zip(on_device.val_dataloader(), data.val_dataloader(), strict=True):
         got, expected = (d.transfer_batch_to_device(b, CPU, 0) for d, b in ((on_device, ours), (data, theirs)))
         assert torch.equal(got.windows, expected.windows)
     on_device.teardown("fit")
-    assert on_device._device_tokens is None
+    assert on_device.placement.copy is None
 
 
 def test_another_text_to_validate_on_leaves_all_of_the_corpus_to_train(text, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(Path(text).read_text()[100:400])
     data = set_up(text, val_corpus=str(other))
-    assert len(data._train) == len(data.corpus)
-    data._gather_on_device = True  # as on an accelerator, where only the corpus lies
+    assert len(data.parts.train) == len(data.corpus)
+    data.placement.on_device = True  # as on an accelerator, where only the corpus lies
     batches = [data.transfer_batch_to_device(starts, CPU, 0) for starts in data.val_dataloader()]
     shown = data.vocabulary.decode(batches[0].windows[0].tolist())
     assert other.read_text().startswith(shown)
