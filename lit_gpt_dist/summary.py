@@ -154,7 +154,7 @@ def export_weights(trainer: Any) -> Path | None:
     if saved is None:
         return None
     target = trainer.run_dir / RUN_WEIGHTS_FILE
-    export_checkpoint(saved, target)
+    export_checkpoint(saved, target, overwrite=True)  # the folder is the run's own, also after a restart
     return target
 
 

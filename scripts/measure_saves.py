@@ -37,7 +37,7 @@ from pathlib import Path
 from lit_gpt_dist.checkpoint.export import export_checkpoint
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
-size = export_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+size = export_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], overwrite=True)
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(size, time.perf_counter() - start, before * 1024, after * 1024)
 """

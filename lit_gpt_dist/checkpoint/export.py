@@ -4,6 +4,7 @@ Needs neither the strategy nor the ranks that wrote the checkpoint, and holds on
 """
 
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -18,13 +19,17 @@ from lit_gpt_dist.checkpoint import hf_layouts
 from lit_gpt_dist.checkpoint.stream import Entry, write_safetensors
 from lit_gpt_dist.checkpoint.weights import WEIGHTS_FILE, Weights, expected_shapes, open_source
 from lit_gpt_dist.errors import EXIT_OK, UserError
+from lit_gpt_dist.outputs import put_in_place, refuse_existing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DESCRIPTION_FILE = "lit_gpt_dist.json"  # beside a Hugging Face folder's own files: configuration, vocabulary, origin
+OVERWRITE_HELP = "replace what an earlier command wrote there, once the new weights are whole"
 MIB = 1 << 20
 
 
-def export_checkpoint(source: Path, target: Path, form: str = "safetensors", dtype: str | None = None) -> int:
+def export_checkpoint(
+    source: Path, target: Path, form: str = "safetensors", dtype: str | None = None, overwrite: bool = False
+) -> int:
     """Writes the weights at ``source`` to ``target``; returns the bytes of the tensors' file.
 
     Args:
@@ -32,18 +37,41 @@ def export_checkpoint(source: Path, target: Path, form: str = "safetensors", dty
         target: a ``.safetensors`` file or a folder; ``hf`` needs a folder.
         form: ``safetensors`` (this project's names) or ``hf``.
         dtype: float32, bfloat16 or float16; by default as stored.
+        overwrite: replace an export at ``target``, once the new one is whole.
 
     Raises:
         UserError: nothing to open, a shape without a Hugging Face layout, or a target that cannot be written.
     """
-    weights = open_source(source)
     kind = DTYPES[dtype] if dtype else None
     if form == "hf":
-        return _write_hf_folder(weights, target, kind)
+        _check_folder(target, overwrite)
+        return _write_hf_folder(open_source(source), target, kind)
+    file = weights_file(target, overwrite)  # before a large checkpoint is read
+    weights = open_source(source)
+    return write_safetensors(file, plain_entries(weights, kind), weights.header())
+
+
+def weights_file(target: Path, overwrite: bool) -> Path:
+    """The file to write: ``target`` itself, or one in the folder ``target``.
+
+    Raises:
+        UserError: it is there already (unless it may be overwritten), or is a folder.
+    """
     file = target if target.suffix == ".safetensors" else target / WEIGHTS_FILE
     if file.is_dir():
         raise UserError(f"{file} is a folder; give the name of a file as --out")
-    return write_safetensors(file, plain_entries(weights, kind), weights.header())
+    refuse_existing(file, overwrite)
+    return file
+
+
+def _check_folder(folder: Path, overwrite: bool) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    refuse_existing(folder, overwrite)
+    if (
+        os.path.lexists(folder) and not (folder / DESCRIPTION_FILE).is_file()
+    ):  # whatever it is, it is not ours to delete
+        raise UserError(f"{folder} exists and is no folder that export wrote; give another --out or remove it yourself")
 
 
 def plain_entries(weights: Weights, dtype: torch.dtype | None) -> Iterator[Entry]:
@@ -78,8 +106,6 @@ def _cut(weights: Weights, piece: hf_layouts.Piece, shape: tuple[int, ...]) -> T
 def _write_hf_folder(weights: Weights, folder: Path, dtype: torch.dtype | None) -> int:
     """Everything goes into a temporary folder first, which then gets the name."""
     hf_layouts.layout_of(weights.config)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists already; give another --out, or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
@@ -95,7 +121,7 @@ def _write_hf_folder(weights: Weights, folder: Path, dtype: torch.dtype | None) 
         vocabulary = json.loads(weights.vocabulary) if weights.vocabulary else {}
         if vocabulary.get("kind") == "bpe":
             _write_json(temporary / "tokenizer.json", vocabulary["tokenizer"])
-        temporary.replace(folder)
+        put_in_place(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return size
@@ -111,6 +137,7 @@ def parser() -> ToolParser:
     options.add_argument("--out", required=True, help="a .safetensors file, or a folder")
     options.add_argument("--format", choices=("safetensors", "hf"), default="safetensors", help="what to write")
     options.add_argument("--dtype", choices=tuple(DTYPES), help="type of the weights; by default as they are stored")
+    options.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
     return options
 
 
@@ -120,7 +147,7 @@ def main(argv: list[str]) -> int:
     if options.format == "hf" and target.suffix == ".safetensors":
         raise UserError(f"--format hf writes a folder, but --out {target} names a file; give a folder")
     try:
-        size = export_checkpoint(Path(options.checkpoint), target, options.format, options.dtype)
+        size = export_checkpoint(Path(options.checkpoint), target, options.format, options.dtype, options.overwrite)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror or error}; choose another --out") from error
     Console(stderr=True).print(f"wrote {target}: {size / MIB:,.1f} MiB of weights", highlight=False, soft_wrap=True)

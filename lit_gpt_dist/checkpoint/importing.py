@@ -18,10 +18,17 @@ from torch import Tensor
 from lit_gpt_dist.arguments import ToolParser
 from lit_gpt_dist.checkpoint import hf_layouts
 from lit_gpt_dist.checkpoint.compatible import some
-from lit_gpt_dist.checkpoint.export import DESCRIPTION_FILE, DTYPES, MIB, plain_entries
+from lit_gpt_dist.checkpoint.export import (
+    DESCRIPTION_FILE,
+    DTYPES,
+    MIB,
+    OVERWRITE_HELP,
+    plain_entries,
+    weights_file,
+)
 from lit_gpt_dist.checkpoint.hf_layouts import Piece
 from lit_gpt_dist.checkpoint.stream import write_safetensors
-from lit_gpt_dist.checkpoint.weights import WEIGHTS_FILE, Weights, expected_shapes, open_source
+from lit_gpt_dist.checkpoint.weights import Weights, expected_shapes, open_source
 from lit_gpt_dist.errors import EXIT_OK, UserError
 
 IGNORED = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # masks and angles, which the GPT computes
@@ -136,10 +143,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def import_folder(source: Path, target: Path, dtype: str | None = None) -> int:
+def import_folder(source: Path, target: Path, dtype: str | None = None, overwrite: bool = False) -> int:
     """Writes the folder's weights, configuration and vocabulary as an export; returns its bytes."""
+    file = weights_file(target, overwrite)
     weights = open_source(source)
-    file = target if target.suffix == ".safetensors" else target / WEIGHTS_FILE
     return write_safetensors(file, plain_entries(weights, DTYPES[dtype] if dtype else None), weights.header())
 
 
@@ -148,6 +155,7 @@ def parser() -> ToolParser:
     options.add_argument("folder", help="a folder that save_pretrained wrote: config.json and the weights")
     options.add_argument("--out", required=True, help="a .safetensors file, or a folder to put one into")
     options.add_argument("--dtype", choices=tuple(DTYPES), help="type of the weights; by default as they are stored")
+    options.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
     return options
 
 
@@ -157,7 +165,7 @@ def main(argv: list[str]) -> int:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; give a folder that save_pretrained wrote")
     try:
-        size = import_folder(folder, Path(options.out), options.dtype)
+        size = import_folder(folder, Path(options.out), options.dtype, options.overwrite)
     except OSError as error:
         raise UserError(f"cannot write {options.out}: {error.strerror or error}; choose another --out") from error
     Console(stderr=True).print(

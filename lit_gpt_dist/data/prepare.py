@@ -33,6 +33,7 @@ from lit_gpt_dist.data.sources import find_text, read_pieces
 from lit_gpt_dist.data.stream import Tokens
 from lit_gpt_dist.data.tokenizers import Vocabulary, fixed_vocabulary, train_bpe
 from lit_gpt_dist.errors import EXIT_OK, UserError
+from lit_gpt_dist.outputs import put_in_place, refuse_existing
 
 SHARD_TOKENS = 500_000_000  # 1 GB of 16-bit tokens
 SHOWN = 3  # names in a line
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
     try:
         _make_folder(partial)
         facts = _prepare(files, options.input, partial, options)
-        _put_in_place(partial, out)
+        put_in_place(partial, out)
     except OSError as error:
         raise UserError(
             f"{out} cannot be written ({error.strerror}); free space there or give another --out"
@@ -73,11 +74,8 @@ def _parser() -> ToolParser:
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
-    if not out.exists() and not out.is_symlink():
-        return
-    if not overwrite:
-        raise UserError(f"{out} exists already; give another --out, or --overwrite to replace it")
-    if not (out / CORPUS_FILE).is_file():  # whatever it is, it is not ours to delete
+    refuse_existing(out, overwrite)
+    if os.path.lexists(out) and not (out / CORPUS_FILE).is_file():  # whatever it is, it is not ours to delete
         raise UserError(f"{out} exists and is not a prepared corpus; give another --out or remove it yourself")
 
 
@@ -204,15 +202,6 @@ def _watched(files: list[Path], progress: Progress, what: str) -> Iterator[str]:
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-
-
-def _put_in_place(partial: Path, out: Path) -> None:
-    """Renames; what was there goes only after the new folder has its name."""
-    previous = partial.with_name(partial.name + ".previous")
-    if out.exists():
-        out.rename(previous)
-    partial.rename(out)
-    shutil.rmtree(previous, ignore_errors=True)
 
 
 def _report(facts: dict[str, Any], skipped: dict[str, list[Path]], out: Path) -> None:

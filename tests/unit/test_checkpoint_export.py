@@ -5,13 +5,14 @@ import torch
 from checkpoint_helpers import VOCABULARY, small_gpt, write_checkpoint
 from safetensors.torch import load_file
 
-from lit_gpt_dist.checkpoint import export, hf_layouts, importing
+from lit_gpt_dist.checkpoint import export, hf_layouts, importing, stream
 from lit_gpt_dist.checkpoint.export import export_checkpoint
 from lit_gpt_dist.checkpoint.importing import import_folder
 from lit_gpt_dist.checkpoint.stream import Entry, write_safetensors
 from lit_gpt_dist.checkpoint.weights import open_weights
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.gpt import GPT
+from lit_gpt_dist.outputs import put_in_place
 
 transformers = pytest.importorskip("transformers")
 
@@ -177,6 +178,54 @@ def test_an_existing_folder_is_not_written_into(tmp_path):
     (tmp_path / "hf" / "mine").write_text("keep")
     with pytest.raises(UserError, match="exists already"):
         export_checkpoint(checkpoint, tmp_path / "hf", "hf")
+    with pytest.raises(UserError, match="no folder that export wrote"):
+        export_checkpoint(checkpoint, tmp_path / "hf", "hf", overwrite=True)
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine"]
+
+
+def commands_to_write(tmp_path):
+    """Each way to write weights: what is typed, and the file that holds them afterwards."""
+    checkpoint = str(write_checkpoint(tmp_path, 1, model=small_gpt()))
+    export_checkpoint(write_checkpoint(tmp_path, 2, model=small_gpt()), tmp_path / "source", "hf")
+    one, folder, imported = (tmp_path / name for name in ("one.safetensors", "folder", "imported"))
+    return {
+        "one file": (export, [checkpoint, "--out", str(one)], one),
+        "hf": (export, [checkpoint, "--format", "hf", "--out", str(folder)], folder / "model.safetensors"),
+        "import": (
+            importing,
+            [str(tmp_path / "source"), "--out", str(imported)],
+            imported / "model.safetensors",
+        ),
+    }
+
+
+@pytest.mark.parametrize("way", ["one file", "hf", "import"])
+def test_weights_that_are_there_are_replaced_only_on_demand_and_by_whole_ones(tmp_path, way, monkeypatch):
+    command, typed, file = commands_to_write(tmp_path)[way]
+    assert command.main(typed) == 0
+    before, names = file.read_bytes(), sorted(tmp_path.rglob("*"))
+    other = [*typed, "--dtype", "bfloat16"]
+    with pytest.raises(UserError, match="exists already; give another --out, or --overwrite to replace it"):
+        command.main(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "_bytes_of", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            command.main([*other, "--overwrite"])
+    assert file.read_bytes() == before
+    assert command.main([*other, "--overwrite"]) == 0
+    assert len(file.read_bytes()) < len(before)
+    assert sorted(tmp_path.rglob("*")) == names  # neither the old ones nor half-written ones lie beside
+
+
+def interrupt(entry):
+    raise KeyboardInterrupt
+
+
+def test_a_folder_that_does_not_get_its_name_leaves_the_old_one(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FileNotFoundError):
+        put_in_place(tmp_path / "never made", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_full_disk_leaves_no_file(tmp_path):
