@@ -11,6 +11,7 @@ from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import PRESETS
 
 SCALINGS = ("weak", "strong")
+SHARDED = ("fsdp2", "hsdp")
 
 
 @dataclass
@@ -139,6 +140,8 @@ def unable(case: Case, machine: Machine) -> str:
         return "single is one card by definition"
     if case.precision in ("16-mixed", "16") and machine.cards is None:
         return "precision 16-mixed does not run on a CPU; use bf16-mixed or 32-true"
+    if case.precision in ("16-mixed", "16") and case.strategy in SHARDED:
+        return f"precision 16-mixed does not run under {case.strategy}; use bf16-mixed or 32-true"
     return ""
 
 

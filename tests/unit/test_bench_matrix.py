@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from lit_gpt_dist import parallel
 from lit_gpt_dist.bench.case import Case, Setting, case_hash, fit_arguments
 from lit_gpt_dist.bench.command import main
-from lit_gpt_dist.bench.matrix import ABLATIONS, Machine, Matrix, add_ablations, expand, split_batch
+from lit_gpt_dist.bench.matrix import ABLATIONS, SHARDED, Machine, Matrix, add_ablations, expand, split_batch
 from lit_gpt_dist.bench.options import merged_options
 from lit_gpt_dist.bench.runner import interleaved, time_left
 from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.parallel.sharded import FSDP2
 
 STRATEGIES = {
     "single": frozenset[str](),
@@ -71,6 +73,19 @@ def test_fp16_on_a_cpu_is_skipped_and_the_other_precisions_run():
     assert [c.precision for c in found.cases] == ["32-true"]
     assert "16-mixed does not run on a CPU" in found.skipped[0].why
     assert len(expand(matrix, ONE_CARD).cases) == 2
+
+
+def test_fp16_in_shards_which_fit_refuses_is_skipped_before_it_starts():
+    assert set(SHARDED) == {name for name, cls in parallel.STRATEGIES.items() if issubclass(cls, FSDP2)}
+    found = expand(Matrix(strategies=("ddp", "fsdp2"), precision=("16-mixed", "bf16-mixed")), ONE_CARD)
+    assert [(c.strategy, c.precision) for c in found.cases] == [
+        ("ddp", "16-mixed"),
+        ("ddp", "bf16-mixed"),
+        ("fsdp2", "bf16-mixed"),
+    ]
+    assert [skip.why for skip in found.skipped] == [
+        "precision 16-mixed does not run under fsdp2; use bf16-mixed or 32-true"
+    ]
 
 
 def test_buckets_multiply_only_strategies_that_have_them():
