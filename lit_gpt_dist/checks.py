@@ -25,7 +25,9 @@ from lit_gpt_dist.runs import global_rank
 MOST_SEED = 2**32 - 1  # numpy's largest
 # those that Lightning looks for
 LAUNCHERS = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)
-BY_HAND = {"MASTER_ADDR", "NODE_RANK", "LOCAL_RANK"}
+# what starts processes on several machines by hand: without the address a machine waits for itself, without the port each
+# opens one of its own, and without the number each takes itself for the first
+BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 SHORT_PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}  # Lightning's own aliases
 
 
@@ -115,17 +117,30 @@ def check_launcher(trainer: Namespace) -> None:
     Variables set by hand on each machine are Lightning's own way, and go without a launcher.
     """
     nodes = trainer.num_nodes
-    if nodes <= 1 or trainer.plugins or not BY_HAND.isdisjoint(os.environ):
+    if nodes <= 1 or trainer.plugins or any(environment.detect() for environment in LAUNCHERS):
         return
-    if any(environment.detect() for environment in LAUNCHERS):
+    missing = [name for name in BY_HAND if name not in os.environ]
+    if not missing:
         return
+    command = f"type on each (HOST: the first one) {_torchrun(trainer)} (docs/training.md#several-machines)"
+    if len(missing) == len(BY_HAND):
+        raise UserError(
+            f"trainer.num_nodes {nodes}, but there is no launcher to start the other machines' processes; {command}"
+        )
+    given = " and ".join(name for name in BY_HAND if name in os.environ)
+    raise UserError(
+        f"trainer.num_nodes {nodes} and {given} set by hand, but without {' and '.join(missing)} the machines never meet; "
+        f"set all of {', '.join(BY_HAND)} on each (NODE_RANK 0 on the first), or {command}"
+    )
+
+
+def _torchrun(trainer: Namespace) -> str:
+    """What starts the command that was typed on all machines."""
     numbers = str(trainer.devices).strip("[]").replace(",", " ").split()
     devices = len(numbers) if len(numbers) > 1 else numbers[0] if numbers and numbers[0].isdigit() else None
-    torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {devices or max(1, torch.cuda.device_count())}"
-    raise UserError(
-        f"trainer.num_nodes {nodes}, but there is no launcher to start the other machines' processes; type on each (HOST: the "
-        f"first one) {torchrun} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m lit_gpt_dist {shlex.join(sys.argv[1:])} "
-        "(docs/training.md#several-machines)"
+    return (
+        f"torchrun --nnodes {trainer.num_nodes} --nproc-per-node {devices or max(1, torch.cuda.device_count())} "
+        f"--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m lit_gpt_dist {shlex.join(sys.argv[1:])}"
     )
 
 

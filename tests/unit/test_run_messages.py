@@ -13,7 +13,7 @@ from lit_gpt_dist.callbacks.profiler import beyond_the_run
 from lit_gpt_dist.callbacks.progress import describe
 from lit_gpt_dist.callbacks.reading import Reading
 from lit_gpt_dist.callbacks.signals import SignalCallback
-from lit_gpt_dist.checks import BY_HAND, check_launcher
+from lit_gpt_dist.checks import check_launcher
 from lit_gpt_dist.errors import EXIT_INTERRUPTED, UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -112,9 +112,23 @@ def test_several_machines_without_a_launcher_are_refused_with_the_command_that_s
     assert "torchrun --nnodes 2 --nproc-per-node 3 --rdzv-backend c10d" in refused.err
     assert f"-m lit_gpt_dist fit {shlex.join(SMALL)}" in refused.err
     trainer = Namespace(num_nodes=2, devices="auto", plugins=None)
-    for variable, value in (*dict.fromkeys(BY_HAND, "1").items(), ("TORCHELASTIC_RUN_ID", "x"), ("SLURM_NTASKS", "2")):
+    for variable, value in (("TORCHELASTIC_RUN_ID", "x"), ("SLURM_NTASKS", "2")):
         with pytest.raises(UserError, match="no launcher"):
             check_launcher(trainer)
         with monkeypatch.context() as launched:
             launched.setenv(variable, value)
             check_launcher(trainer)
+
+
+def test_machines_started_by_hand_need_all_that_lets_them_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the address alone each opens a port of its own as the first machine, and waits there for the others."""
+    trainer = Namespace(num_nodes=2, devices="auto", plugins=None)
+    monkeypatch.setenv("MASTER_ADDR", "one")
+    with pytest.raises(UserError, match="MASTER_ADDR set by hand, but without MASTER_PORT and NODE_RANK") as refused:
+        check_launcher(trainer)
+    assert "or type on each (HOST: the first one) torchrun --nnodes 2" in str(refused.value)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT set by hand, but without NODE_RANK"):
+        check_launcher(trainer)
+    monkeypatch.setenv("NODE_RANK", "1")
+    check_launcher(trainer)
