@@ -130,8 +130,16 @@ class TrainingCLI(LightningCLI):
             default=None,
             help="TF32 for fp32 products: highest (never), high or medium; by default highest, high under 16-bit precision.",
         )
-        parser.add_argument("--sample_tokens", type=int, default=200, help="Length of the text at the end; 0: none.")
-        parser.add_argument("--sample_prompt", type=str, default="\n", help="What that text begins with.")
+        parser.add_argument(
+            "--sample_tokens",
+            type=int,
+            default=200,
+            help="Length of the text printed after training, by the exported weights; 0: none. Of those logged while training: "
+            "--monitor.sample_tokens.",
+        )
+        parser.add_argument(
+            "--sample_prompt", type=str, default="\n", help="What the text printed after training begins with."
+        )
         parser.add_argument("--export", type=bool, default=True, help="Write the final weights as safetensors too.")
 
     # ---- between parsing and building -----------------------------------------------------------------------------

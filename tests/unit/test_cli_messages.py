@@ -37,6 +37,13 @@ def test_help_is_one_screen_of_common_options_and_names_the_way_to_all(monkeypat
     options = [f"--{name}" for group in COMMON.values() for name in group]
     assert [option for option in options if option not in common or f"{option} " not in every] == []
     assert "--monitor.spike_factor" in every
+    texts = " ".join(every.split())  # two options of one name say which text each is about
+    assert (
+        "text printed after training, by the exported weights; 0: none. Of those logged while training: --monitor"
+        in texts
+    )
+    assert "text logged for TensorBoard at each validation" in texts
+    assert "The one printed after training has --sample_tokens" in texts
     assert "--trainer.max_steps" not in here("validate", "--help").out
     assert "bucket_cap_mb" in here("fit", "--trainer.strategy.help", "DDP").out
 
