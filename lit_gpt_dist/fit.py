@@ -123,7 +123,12 @@ class TrainingCLI(LightningCLI):
             help="Trace optimizer steps on every rank for `lit-gpt-dist trace`: a span as 20-24, or how many.",
         )
         parser.add_argument("--tag", type=str | None, default=None, help="Name of the run; by default size and time.")
-        parser.add_argument("--quiet", type=bool, default=False, help="Print nothing but errors.")
+        parser.add_argument(
+            "--quiet",
+            type=bool,
+            default=False,
+            help="Print nothing but errors, and how to go on where a run was stopped.",
+        )
         parser.add_argument(
             "--matmul_precision",
             type=str | None,

@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lit_gpt_dist.callbacks.notices import tell
+from lit_gpt_dist.callbacks.notices import insist
 from lit_gpt_dist.callbacks.recorder import not_training
 from lit_gpt_dist.checkpoint import compatible, find, interval, retention
 from lit_gpt_dist.checkpoint import format as layout
@@ -131,7 +131,7 @@ class CheckpointCallback(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_step < trainer.max_steps:
             why, more = why_ended(trainer)
-            tell(
+            insist(
                 trainer,
                 f"ended after step {trainer.global_step:,} of {trainer.max_steps:,}: {why}{go_on(trainer, self, more)}",
             )

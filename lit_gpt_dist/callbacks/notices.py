@@ -20,6 +20,15 @@ def tell(trainer: pl.Trainer, text: str) -> None:
         print(text, flush=True)
 
 
+def insist(trainer: pl.Trainer, text: str) -> None:
+    """As ``tell``; under ``--quiet``, which leaves stdout empty, on stderr: what someone must know to go on."""
+    quiet = any(getattr(callback, "quiet", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    if not quiet:
+        tell(trainer, text)
+    elif trainer.is_global_zero:
+        print(text, file=sys.stderr, flush=True)
+
+
 class Once:
     """Passes on each message a single time."""
 

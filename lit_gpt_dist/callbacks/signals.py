@@ -9,6 +9,7 @@ Communicates two numbers between the ranks' CPUs, in the background; never touch
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback, go_on
-from lit_gpt_dist.callbacks.notices import tell
+from lit_gpt_dist.callbacks.notices import insist
 from lit_gpt_dist.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, RunStopped
 
 CONTINUE, REQUEUE, INTERRUPT, SAVE_FAILED = 0, 1, 2, 3  # the largest that any rank wants is what all do
@@ -78,7 +79,7 @@ class SignalCallback(Callback):
         if decided == SAVE_FAILED and saver is not None:
             saver.wait()  # raises on every rank: a save fails on all or on none
         saved = _save(trainer)
-        tell(trainer, f"stopped after step {trainer.global_step:,}{go_on(trainer, saved)}")
+        insist(trainer, f"stopped after step {trainer.global_step:,}{go_on(trainer, saved)}")
         raise RunStopped(EXIT_CODES[decided], trainer.global_step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -162,7 +163,9 @@ class SignalWatch:
             self._seen_at = now
             self.wanted = WANTED[number]
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"\n{number.name}: saving after this step, then ending; once more ends at once", flush=True)
+                # stderr: also for whom --quiet leaves nothing else, as a second one would lose what the first one saves
+                text = f"\n{number.name}: saving after this step, then ending; once more ends at once"
+                print(text, file=sys.stderr, flush=True)
         elif now - self._seen_at > ECHO_SECONDS:
             self.end_at_once(EXIT_INTERRUPTED if number == signal.SIGINT else 128 + number)
 

@@ -41,13 +41,15 @@ def command_in(output: str) -> list[str]:
     return shlex.split(found[1])[1:]
 
 
+def interrupted(self: SignalCallback, *_: object) -> None:
+    """In the place of a hook: Ctrl+C."""
+    assert self.watch is not None
+    self.watch.receive(signal.SIGINT)
+
+
 def test_ctrl_c_says_where_the_run_was_saved_and_its_command_goes_on(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: SignalCallback, *_: object) -> None:
-        assert self.watch is not None
-        self.watch.receive(signal.SIGINT)
-
     with monkeypatch.context() as during:
         during.setattr(SignalCallback, "on_train_batch_start", interrupted)
         ended = here(*options(text, tmp_path))
@@ -58,6 +60,17 @@ def test_ctrl_c_says_where_the_run_was_saved_and_its_command_goes_on(
     on = here(*command_in(ended.out))
     assert on.code == 0, on.text
     assert "3 steps from step 1" in on.out
+
+
+def test_quiet_leaves_stdout_empty_and_still_says_how_to_go_on(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SignalCallback, "on_train_batch_start", interrupted)
+    ended = here(*options(text, tmp_path, "--quiet", "true"))
+    assert (ended.code, ended.out) == (EXIT_INTERRUPTED, "")
+    assert "SIGINT: saving after this step, then ending; once more ends at once" in ended.err
+    assert "stopped after step 1; saved as" in ended.err
+    assert "--ckpt_path" in command_in(ended.err)
 
 
 def test_a_run_that_max_time_ends_says_so_and_its_command_does_not_end_at_once(text: Path, tmp_path: Path) -> None:
