@@ -47,7 +47,7 @@ class FabricLoop:
         with fabric.init_module(empty_init=sharded):  # sharded: on the meta device
             model = GPT(job.config)
         name = "fsdp2" if sharded else "ddp" if fabric.world_size > 1 else "single"
-        compile_model(model, resolve_compile("auto", fabric.device, name, job.config.parameters()))
+        compile_model(model, resolve_compile("auto", fabric.device, name))
         self.model = fabric.setup_module(model)
         initialize(model, job.seed, assign=fsdp2.assign_shard)
         self.optimizer: Any = fabric.setup_optimizers(

@@ -49,7 +49,8 @@ def find_controls(curves: Iterable[Curve]) -> list[tuple[Run, Control]]:
             shortest = min(len(values) for values in apart)
             most = np.max([values[:shortest] for values in apart], axis=0)
             if most[-1] < NEVER_ROUNDING:  # else the rounds themselves are different runs
-                found.append((several[0].run, Control(several[0].run.case, several[0].run.global_batch, most)))
+                run = several[0].run
+                found.append((run, Control(run.case or "", run.global_batch, most)))
     return found
 
 

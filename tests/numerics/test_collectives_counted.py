@@ -67,7 +67,9 @@ def test_ddp_adds_gradients_up_within_its_buckets() -> None:
     """Beside them they would be there twice."""
     run = ONE.on("ddp", 2, micro_batch=2)
     for found in on_ranks(2, gradient_places, run):
-        assert found[4 * 2 :] == [(1, True)] * (4 * (STEPS - 2) - 1), "all in one bucket, the same one from the third step on"
+        assert found[4 * 2 :] == [(1, True)] * (4 * (STEPS - 2) - 1), (
+            "all in one bucket, the same one from the third step on"
+        )
 
 
 @pytest.fixture(scope="module")
