@@ -13,6 +13,7 @@ import numpy as np
 from lit_gpt_dist.report.curves import NEVER_ROUNDING, Curve
 from lit_gpt_dist.report.results import Run
 
+MOST_ROUNDS = 4  # of a case that are held against each other
 ALLOWED = 2.0  # times the largest difference among rounds: a few pairs do not show the largest there is
 
 
@@ -44,7 +45,7 @@ def find_controls(curves: Iterable[Curve]) -> list[tuple[Run, Control]]:
             rounds.setdefault(same_command, []).append(curve)
     found = []
     for several in rounds.values():
-        pairs = [(a, b) for a, b in itertools.combinations(several, 2) if a.run.round != b.run.round]
+        pairs = [(a, b) for a, b in itertools.combinations(several[:MOST_ROUNDS], 2) if a.run.round != b.run.round]
         if apart := [_apart(a, b) for a, b in pairs]:
             shortest = min(len(values) for values in apart)
             most = np.max([values[:shortest] for values in apart], axis=0)
