@@ -54,3 +54,8 @@ def release(model: GPT) -> None:
 def set_gradient_sync(model: GPT, synchronise: bool) -> None:
     """Whether the next backward reduces gradients, or adds them up unsharded until one that does."""
     model.set_requires_gradient_sync(synchronise)  # type: ignore[operator]
+
+
+def set_reshard_after_backward(model: GPT, reshard: bool) -> None:
+    """Whether the next backward gives gathered weights back; else the next micro-batch need not gather them."""
+    model.set_reshard_after_backward(reshard)  # type: ignore[operator]

@@ -19,7 +19,9 @@ class FSDP2(MeshStrategy):
     """Weights, gradients and optimizer state in shards, one unit per block (``parallel/fsdp2.py``).
 
     Args:
-        reshard_after_forward: give a block's gathered weights back after its forward and gather them again for backward.
+        reshard_after_forward: give a block's gathered weights back after its forward and gather them again for backward; False
+            keeps them for all micro-batches of a step: one gather instead of two a micro-batch, and the whole model's
+            weights in compute type on every rank.
         no_sync: reduce once per step; False reduces after every micro-batch (to measure what that costs).
         timeout_seconds: a collective that takes longer ends the run.
     """
@@ -65,10 +67,12 @@ class FSDP2(MeshStrategy):
         """Lightning's own version knows only DDP's wrapper and would let FSDP2 reduce every micro-batch."""
         gpt = self.lightning_module.model  # type: ignore[union-attr]
         fsdp2.set_gradient_sync(gpt, not self.no_sync)  # type: ignore[arg-type]
+        fsdp2.set_reshard_after_backward(gpt, self.reshard_after_forward)  # type: ignore[arg-type]
         try:
             yield
         finally:
             fsdp2.set_gradient_sync(gpt, True)  # type: ignore[arg-type]
+            fsdp2.set_reshard_after_backward(gpt, True)  # type: ignore[arg-type]
 
     def teardown(self) -> None:
         """As every strategy's, but shards stay on their device: they are not moved to the CPU at the end."""

@@ -36,11 +36,12 @@ def fsdp_bytes(
     gradient_bytes: float,
     accumulate: int = 1,
     no_sync: bool = False,
-    gathers: int = 2,
+    gathers: float = 2,
 ) -> float:
     """Bytes a card sends per step: (N−1)/N·Ψ·(2·p + g) a micro-batch; ``no_sync`` reduces once but still gathers.
 
-    ``gathers`` is 2 when weights are freed after the forward (forward and backward each gather), 1 when they are kept.
+    ``gathers``, a micro-batch: 2 when weights are freed after the forward (forward and backward each gather), 1 when they are
+    kept until backward has used them, 1/A when they are kept for all A micro-batches.
     """
     gathered = gathers * parameter_bytes * accumulate
     reduced = gradient_bytes * (1 if no_sync else accumulate)

@@ -109,11 +109,13 @@ def sent(job: Job, found: Estimate) -> list[str]:
     width, ranks = strategy_widths(job, found.layout).compute, found.layout.data_ranks
     parameters = job.model.parameters() / (found.layout.tensor * found.layout.stages)
     if found.strategy in ("fsdp2", "hsdp"):
-        shards, gathers = found.layout.weight_shards, 2 if job.reshard_after_forward else 1
+        shards = found.layout.weight_shards
+        gathers = f"2 gathers × {width} bytes × {found.accumulate} micro-batches"
+        if not job.reshard_after_forward:
+            gathers = f"1 gather × {width} bytes"
         reductions = 1 if job.no_sync else found.accumulate
         formula = (
-            f"({shards} − 1)/{shards} × {parameters:,.0f} × ({gathers} gathers × {width} bytes × {found.accumulate} micro-batches"
-            f" + {gradient:g} bytes × {reductions} reductions)"
+            f"({shards} − 1)/{shards} × {parameters:,.0f} × ({gathers} + {gradient:g} bytes × {reductions} reductions)"
         )
     else:
         formula = f"2·({ranks} − 1)/{ranks} × {parameters:,.0f} × {gradient:g} bytes"

@@ -86,13 +86,12 @@ def exposed_of(job: Job, plan: Layout, accumulate: int, micro: float, parts: Com
     backward = time.BACKWARD_SHARE * micro
     once = time.exposed_seconds(parts.step, backward, parts.last_step)
     if plan.strategy in ("fsdp2", "hsdp"):
-        gathers = 2 if job.reshard_after_forward else 1
-        total = accumulate * gathers * parts.gather + reductions * parts.reduce + parts.step
-        reducing = time.fsdp_exposed_seconds(
-            micro, parts.gather, parts.reduce, gathers, parts.first_gather, parts.last_reduce
+        gathers = gathers_per_step(job, accumulate)
+        total = gathers * parts.gather + reductions * parts.reduce + parts.step
+        return total, once + sum(
+            sharded_exposed(job, micro, parts, gathers >= accumulate or i == 0, reductions == accumulate or i == 0)
+            for i in range(accumulate)
         )
-        gathering = time.fsdp_exposed_seconds(micro, parts.gather, 0.0, gathers, parts.first_gather)
-        return total, reductions * reducing + (accumulate - reductions) * gathering + once
     if plan.strategy == "zero2":
         # gradients live in shards, so each micro-batch scatters; the weights are gathered once
         half = parts.step / 2
@@ -102,13 +101,30 @@ def exposed_of(job: Job, plan: Layout, accumulate: int, micro: float, parts: Com
     return total, reductions * once + accumulate * parts.blocking
 
 
+def gathers_per_step(job: Job, accumulate: int) -> int:
+    """Of the weights under FSDP2: for each forward and backward, or once where they are kept for the step."""
+    return 2 * accumulate if job.reshard_after_forward else 1
+
+
+def sharded_exposed(job: Job, micro: float, parts: CommunicationParts, gathers: bool, reduces: bool) -> float:
+    """Of one micro-batch under FSDP2, which gathers and reduces, or does not."""
+    return time.fsdp_exposed_seconds(
+        micro,
+        parts.gather if gathers else 0.0,
+        parts.reduce if reduces else 0.0,
+        2 if job.reshard_after_forward else 1,
+        parts.first_gather if gathers else 0.0,
+        parts.last_reduce if reduces else 0.0,
+    )
+
+
 def sent_bytes(job: Job, plan: Layout, accumulate: int, no_sync: bool) -> float:
     """Bytes one card sends per step."""
     gradient = state_bytes_per_parameter(job.precision, job.optimizer).gradients
     parameters = job.model.parameters() / (plan.tensor * plan.stages)
     if plan.strategy in ("fsdp2", "hsdp"):
         width, shards = strategy_widths(job, plan).compute, plan.weight_shards
-        gathers = 2 if job.reshard_after_forward else 1
+        gathers = gathers_per_step(job, accumulate) / accumulate
         sharded = comm.fsdp_bytes(parameters, shards, width, gradient, accumulate, no_sync, gathers)
         return sharded + comm.ddp_bytes(parameters / shards, plan.data_ranks // shards, gradient, accumulate, no_sync)
     if plan.strategy == "zero2":

@@ -14,12 +14,14 @@ FIRST, STEPS = 3, 5  # DDP rearranges its buckets in the first steps
 ONE = Run(steps=STEPS, global_batch=16, micro_batch=8, model=dict(size="tiny", context=32, layers=3), clip=None)
 UNITS = 3 + 1  # a block each, and the root
 OPERATORS = {"c10d::allreduce_": "all-reduce", "c10d::_reduce_scatter_base_": "reduce-scatter"}
+GATHERS = {"c10d::_allgather_base_": "all-gather"}
 
 
 class Counted(pl.Callback):
     """Counts collectives from step ``FIRST`` on."""
 
-    def __init__(self) -> None:
+    def __init__(self, operators: dict[str, str]) -> None:
+        self.operators = operators
         self.profiler = profile(activities=[ProfilerActivity.CPU])
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
@@ -31,19 +33,19 @@ class Counted(pl.Callback):
             self.profiler.stop()
 
     def per_step(self) -> dict[str, float]:
-        counts = Counter(OPERATORS[e.name] for e in self.profiler.events() if e.name in OPERATORS)
+        counts = Counter(self.operators[e.name] for e in self.profiler.events() if e.name in self.operators)
         return {name: number / (STEPS - FIRST) for name, number in counts.items()}
 
 
-def count(run: Run) -> dict[str, float]:
-    counted = Counted()
+def count(run: Run, operators: dict[str, str]) -> dict[str, float]:
+    counted = Counted(operators)
     trainer, module, data = build(run, counted)
     trainer.fit(module, datamodule=data)
     return counted.per_step()
 
 
-def counts(runs: list[Run]) -> list[dict[str, float]]:
-    return [count(run) for run in runs]
+def counts(runs: list[Run], operators: dict[str, str] = OPERATORS) -> list[dict[str, float]]:
+    return [count(run, operators) for run in runs]
 
 
 class GradientPlaces(pl.Callback):
@@ -111,3 +113,13 @@ def test_fsdp2_reduce_scatters_each_unit_once_per_step_at_accumulate_4(
     norm = {"all-reduce": 1}  # the squares of the shards are summed once, for the gradient norm
     assert straight == accumulated == {"reduce-scatter": UNITS} | norm
     assert every_micro_batch == {"reduce-scatter": 4 * UNITS} | norm
+
+
+def test_fsdp2_gathers_weights_once_a_step_where_they_are_kept() -> None:
+    given_back = ONE.on("fsdp2", 2, micro_batch=2)
+    kept = given_back.on("fsdp2", 2, strategy_options=dict(reshard_after_forward=False))
+    twice, once = on_ranks(2, counts, [given_back, kept], GATHERS)[0]
+    print(f"fsdp2 at accumulate 4: {twice} a step, {once} where weights are kept")
+    assert once == {"all-gather": UNITS}
+    # the root is kept until backward in any case; the last block may still be there when backward begins
+    assert 4 * (2 * UNITS - 2) <= twice["all-gather"] <= 4 * (2 * UNITS - 1)

@@ -23,7 +23,7 @@ RUNS = {
         ONE.on("fsdp2", 2),
         ONE.on("fsdp2", 2, recompute="full"),
         ONE.on("ddp", 2, micro_batch=8),
-        ONE.on("fsdp2", 2, micro_batch=2),
+        ONE.on("fsdp2", 2, micro_batch=2, strategy_options=dict(reshard_after_forward=False)),
     ],
     4: [
         ONE.on("ddp", 4),
