@@ -21,7 +21,17 @@ CURVE = ((1e6, 18e9), (25e6, 231e9), (100e6, 276e9))
     [
         ("NVIDIA H200", "h200"),
         ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A40", "a40"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
@@ -34,7 +44,17 @@ def test_devices_are_known_by_the_drivers_names(driver_name, key):
 
 @pytest.mark.parametrize(
     "name",
-    ["NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4080 SUPER", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40", "x86_64"],
+    [
+        "NVIDIA GeForce RTX 4080 SUPER",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "NVIDIA H200 NVL",
+        "NVIDIA L40",
+        "NVIDIA A10G",
+        "x86_64",
+    ],
 )
 def test_a_device_that_is_only_similar_has_no_peak(name):
     assert device_by_name(name).peak_flops is None
