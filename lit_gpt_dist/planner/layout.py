@@ -44,7 +44,8 @@ def layout(job: Job, strategy: str) -> Layout:
     if strategy == "hsdp":
         if job.nodes == 1 or job.devices == 1:
             return Layout(
-                strategy, impossible="shards inside a node and replicates across nodes: needs 2 nodes of 2 devices"
+                strategy,
+                impossible="shards inside a node and replicates across nodes: needs 2 nodes of 2 devices (on one, fsdp2 takes less)",
             )
         return Layout(strategy, world, job.devices, job.devices, job.devices)
     return tensor_layout(job) if strategy == "tp" else pipeline_layout(job)
