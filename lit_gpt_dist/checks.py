@@ -1,7 +1,9 @@
 """Refuses, before anything is built or written, options that the parser takes and training would stumble over."""
 
+import contextlib
 import os
 import shlex
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,7 +119,10 @@ def check_launcher(trainer: Namespace) -> None:
     Variables set by hand on each machine are Lightning's own way, and go without a launcher.
     """
     nodes = trainer.num_nodes
-    if nodes <= 1 or trainer.plugins or any(environment.detect() for environment in LAUNCHERS):
+    if trainer.plugins or any(environment.detect() for environment in LAUNCHERS):
+        return
+    if nodes <= 1:
+        check_meeting_point(trainer)
         return
     missing = [name for name in BY_HAND if name not in os.environ]
     if not missing:
@@ -132,6 +137,31 @@ def check_launcher(trainer: Namespace) -> None:
         f"trainer.num_nodes {nodes} and {given} set by hand, but without {' and '.join(missing)} the machines never meet; "
         f"set all of {', '.join(BY_HAND)} on each (NODE_RANK 0 on the first), or {command}"
     )
+
+
+def check_meeting_point(trainer: Namespace) -> None:
+    """Processes of one machine meet at MASTER_ADDR, which a cluster's shell may have left set to another machine: they would
+    wait there in silence."""
+    address = os.environ.get("MASTER_ADDR")
+    numbers = str(trainer.devices).strip("[]").replace(",", " ").split()
+    alone = numbers == ["1"] or (isinstance(trainer.devices, list) and len(numbers) == 1)
+    if address and not alone and not is_this_machine(address):
+        raise UserError(
+            f"MASTER_ADDR {address} is not an address of this machine, on which all {trainer.devices} processes are to run; unset it"
+        )
+
+
+def is_this_machine(address: str) -> bool:
+    """Whether a socket can be opened at it."""
+    try:
+        places = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, place in places:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as opened:
+            opened.bind(place)
+            return True
+    return False
 
 
 def _torchrun(trainer: Namespace) -> str:

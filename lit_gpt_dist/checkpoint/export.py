@@ -131,6 +131,9 @@ def _write_json(path: Path, document: dict) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
+OTHER_FILES = (".pt", ".pth", ".bin", ".ckpt", ".txt", ".json")  # endings that nobody gives a folder
+
+
 def parser() -> ToolParser:
     options = ToolParser(prog="lit-gpt-dist export", description=__doc__)
     options.add_argument("checkpoint", help="a checkpoint, or a run's folder for its newest whole one")
@@ -146,6 +149,10 @@ def main(argv: list[str]) -> int:
     target = Path(options.out)
     if options.format == "hf" and target.suffix == ".safetensors":
         raise UserError(f"--format hf writes a folder, but --out {target} names a file; give a folder")
+    if target.suffix in OTHER_FILES and not target.is_dir():
+        raise UserError(
+            f"--out {target} is neither a .safetensors file nor a folder; give for example {target.with_suffix('.safetensors')}"
+        )
     try:
         size = export_checkpoint(Path(options.checkpoint), target, options.format, options.dtype, options.overwrite)
     except OSError as error:

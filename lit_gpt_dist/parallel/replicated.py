@@ -72,7 +72,11 @@ class DDP(MeshStrategy):
             return nn.parallel.DistributedDataParallel(model, device_ids=device_ids, **self._ddp_kwargs)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Before the step in which DDP rebuilds its buckets: lets go of the first one, which holds all gradients.
+        """Before the first step with moments in which DDP would hold two sets of buckets: lets go of the first, which holds all
+        gradients.
+
+        DDP rebuilds its buckets in the step after it has seen one backward (two with a static graph), or, where micro-batches are
+        sent one by one, already in the first step; then there are no moments yet, and the second step is the larger one.
 
         NCCL's process group keeps what it reduced until its watchdog, which looks every 100 ms, finds the collective done
         and another one comes (torch 2.11). Both sets of buckets at once would be the peak of the whole run.

@@ -14,6 +14,8 @@ from lit_gpt_dist.report.results import Run
 from lit_gpt_dist.report.settings import differing_settings, dropout_of
 
 SPIKE = 1.1  # times the loss of the step before
+FEW_BITS = 1e-3  # bands of at least that are those of 16-bit and TF32 precisions
+AFTER_A_SPIKE = 3  # steps in which it shows in a difference
 
 
 def likely_cause(comparison: Comparison) -> str:
@@ -122,15 +124,20 @@ def _other_length(comparison: Comparison) -> str:
 
 
 def _spike(comparison: Comparison) -> str:
-    """A jump of the loss in both runs, up to which they agree: differences of rounding grow there faster than anywhere."""
+    """A jump of the loss in both runs, up to which they agree: differences of rounding grow there faster than anywhere.
+
+    In few bits only: with 24 or more, a jump does not make them large enough to be seen.
+    """
     first, reference = _first_large(comparison), comparison.reference
     assert reference is not None
+    if band(comparison.curve.run, reference.run).rounding < FEW_BITS:
+        return ""
     shared = np.isin(reference.steps, comparison.steps)
     steps, theirs = reference.steps[shared], reference.losses[shared]
     jumps = steps[1:][
         (theirs[1:] > SPIKE * theirs[:-1]) & (theirs[1:] + comparison.difference[1:] > SPIKE * theirs[:-1])
     ]
-    before = [int(step) for step in jumps if first is not None and step <= first]
+    before = [int(step) for step in jumps if first is not None and first - AFTER_A_SPIKE <= step <= first]
     if not before:
         return ""
     height = float(theirs[steps == before[-1]][0])

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lit_gpt_dist.report.curves import NEVER_ROUNDING, Curve
+from lit_gpt_dist.report.curves import BF16_ROUNDING, NEVER_ROUNDING, Curve
 from lit_gpt_dist.report.results import Run
+from lit_gpt_dist.report.settings import differing_settings
 
 MOST_ROUNDS = 4  # of a case that are held against each other
+GRADUAL = 8.0  # times the difference of the step before: rounding grows, a fault is there at once
 ALLOWED = 2.0  # times the largest difference among rounds: a few pairs do not show the largest there is
 
 
@@ -41,17 +43,21 @@ def find_controls(curves: Iterable[Curve]) -> list[tuple[Run, Control]]:
     for curve in curves:
         run = curve.run
         if run.case and not run.on_cpu and curve.steps[0] == 1 and not curve.apart:
-            same_command = (run.case, run.git_revision, run.global_batch, run.seed, run.corpus_hash)
-            rounds.setdefault(same_command, []).append(curve)
+            alike = (run.case, run.device, run.git_revision, run.global_batch, run.seed, run.corpus_hash)
+            rounds.setdefault(alike, []).append(curve)
     found = []
     for several in rounds.values():
-        pairs = [(a, b) for a, b in itertools.combinations(several[:MOST_ROUNDS], 2) if a.run.round != b.run.round]
-        if apart := [_apart(a, b) for a, b in pairs]:
+        pairs = [
+            (one, other)
+            for one, other in itertools.combinations(several[:MOST_ROUNDS], 2)
+            if one.run.round != other.run.round and not differing_settings(one.run, other.run)
+        ]
+        apart = [_apart(*pair) for pair in pairs]
+        if apart and all(map(_is_rounding, apart)):
             shortest = min(len(values) for values in apart)
+            run = several[0].run
             most = np.max([values[:shortest] for values in apart], axis=0)
-            if most[-1] < NEVER_ROUNDING:  # else the rounds themselves are different runs
-                run = several[0].run
-                found.append((run, Control(run.case or "", run.global_batch, most)))
+            found.append((run, Control(run.case or "", run.global_batch, most)))
     return found
 
 
@@ -59,6 +65,14 @@ def _apart(a: Curve, b: Curve) -> np.ndarray:
     """Largest difference up to each step; not finite where a loss is not."""
     shared = min(len(a.losses), len(b.losses))
     return np.maximum.accumulate(np.abs(a.losses[:shared] - b.losses[:shared]))
+
+
+def _is_rounding(apart: np.ndarray) -> bool:
+    """Whether a difference grows into what it becomes. One that is there at once is a fault of one of the rounds."""
+    if not apart[-1] < NEVER_ROUNDING:
+        return False
+    large = np.flatnonzero(apart > BF16_ROUNDING)
+    return not large.size or (large[0] > 0 and bool(apart[large[0]] <= GRADUAL * apart[large[0] - 1]))
 
 
 def control_for(run: Run, controls: Sequence[tuple[Run, Control]]) -> Control | None:

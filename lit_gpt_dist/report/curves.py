@@ -16,6 +16,7 @@ import numpy as np
 
 from lit_gpt_dist.report.results import OK, Run
 
+BF16_ROUNDING = 1e-2  # what bf16 may do to a loss in the first steps
 NEVER_ROUNDING = 0.1  # a difference that no precision explains
 
 
@@ -46,8 +47,8 @@ _FP32 = Band(same=1e-6, rounding=1e-6, steady_steps=30, power=1.0)
 # a GPU's kernels add in an order that depends on shapes and timing: not promised, allowed ten times the CPU's
 _FP32_GPU = Band(same=1e-6, rounding=1e-5, steady_steps=30, power=1.0)
 # 10 bits; rounding errors of many steps add up like a random walk, hence the square root
-_TEN_BITS = Band(same=1e-6, rounding=1e-2 / 8, steady_steps=100, power=0.5)
-_BF16 = Band(same=1e-6, rounding=1e-2, steady_steps=100, power=0.5)
+_TEN_BITS = Band(same=1e-6, rounding=BF16_ROUNDING / 8, steady_steps=100, power=0.5)
+_BF16 = Band(same=1e-6, rounding=BF16_ROUNDING, steady_steps=100, power=0.5)
 
 
 def band(run: Run, reference: Run) -> Band:

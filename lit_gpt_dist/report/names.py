@@ -1,6 +1,7 @@
 """Puts what a run is into words: its model, its corpus. Knows the presets; compares and draws nothing."""
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import PRESETS, preset
 from lit_gpt_dist.report.results import Run
 
+DECIDING = ("width", "heads", "activation")  # fields that others follow from
 OWN_FIELDS = ("context", "vocab_size", "dropout")  # of the result line; a shape may have them too
 
 
@@ -19,15 +21,18 @@ def describe_size(run: Run) -> str:
 def unusual_shape(run: Run) -> dict[str, Any]:
     """Fields of the model's shape that are not the preset's. The widths that follow from others count where they do not."""
     shape = {name: value for name, value in run.shape.items() if name not in OWN_FIELDS}
-    usual = _usual(run.size, shape)
+    deciding = (shape.get(name) for name in DECIDING)
+    usual = _usual(run.size, *(value if isinstance(value, int | str) else None for value in deciding))
     return {name: value for name, value in shape.items() if name not in usual or usual[name] != value}
 
 
-def _usual(size: str, shape: Mapping[str, Any]) -> dict[str, Any]:
+@cache  # asked for every line of a file, which holds few shapes
+def _usual(size: str, *deciding_values: Any) -> Mapping[str, Any]:
     if size not in PRESETS:
         return {}
     plain = preset(size).to_dict()
-    deciding = {name: shape[name] for name in ("width", "heads", "activation") if name in shape}
+    named = zip(DECIDING, deciding_values, strict=True)
+    deciding = {name: value for name, value in named if value is not None}
     try:
         followed = preset(size, **deciding).to_dict()
     except (UserError, TypeError):  # a shape that this version cannot build

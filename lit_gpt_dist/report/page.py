@@ -59,7 +59,7 @@ class Page:
 
 
 def _embedded(picture: Picture) -> str:
-    title, data = html.escape(picture.title), base64.b64encode(picture.svg()).decode()
+    title, data = html.escape(picture.title), base64.b64encode(picture.svg).decode()
     note = f"<p class=note>{html.escape(picture.note)}</p>" if picture.note else ""
     return f'<h2>{title}</h2><img alt="{title}" src="data:image/svg+xml;base64,{data}">{note}'
 
@@ -82,7 +82,7 @@ def write_pictures(pictures: Sequence[Picture], folder: Path, formats: Sequence[
         for form in formats:
             path = folder / f"{picture.name}.{form}"
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(picture.png() if form == "png" else picture.svg())
+            path.write_bytes(picture.png() if form == "png" else picture.svg)
             written.append(path)
     return written
 

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -235,3 +236,12 @@ def test_a_full_disk_leaves_no_file(tmp_path):
     with pytest.raises(OSError, match="No space"):
         write_safetensors(tmp_path / "w.safetensors", [Entry("x", torch.float32, (2,), fail)], {})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["w.txt", "w.pt"])
+def test_a_name_of_another_kind_of_file_is_not_taken_for_a_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(
+        UserError, match=r"neither a \.safetensors file nor a folder; give for example .*w\.safetensors"
+    ):
+        export.main([str(tmp_path), "--out", str(tmp_path / name)])
+    assert not any(tmp_path.iterdir())

@@ -1,5 +1,7 @@
 """Verdicts on planted curves: the same run, rounding, and every fault that the report names."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -261,11 +263,18 @@ def test_repeated_tags_from_the_start_are_rounds_not_resumes():
 def test_a_jump_of_both_losses_before_they_part_is_named_rather_than_a_fault():
     jumping = BASE.copy()
     jumping[10] *= 3
-    base = run("base", jumping, mode="single", world=1, accum=4, seed=2)
+    few_bits = dict(seed=2, precision="bf16-mixed")
+    base = run("base", jumping, mode="single", world=1, accum=4, **few_bits)
     parted = jumping + np.where(np.arange(STEPS) >= 10, 0.05, 0.0)
-    found = judge(base, run("after", parted, seed=2), run("earlier", parted + 0.05, seed=2))
+    late = jumping + np.where(np.arange(STEPS) >= 30, 0.05, 0.0)
+    found = judge(
+        base, run("after", parted, **few_bits), run("earlier", parted + 0.05, **few_bits), run("late", late, **few_bits)
+    )
     assert "jumps at step 11, to 12" in found["after"].cause
     assert "jumps" not in found["earlier"].cause, "they were apart before"
+    assert "jumps" not in found["late"].cause, "they part long after it"
+    whole = run("whole", jumping, mode="single", world=1, accum=4, seed=3)
+    assert "jumps" not in judge(whole, run("fp32", parted, seed=3))["fp32"].cause, "fp32 does not round so far"
 
 
 def test_a_loss_that_is_not_finite_is_named():
@@ -322,3 +331,20 @@ def test_runs_that_part_for_a_few_steps_and_meet_again_are_told_from_a_wrong_upd
     gap[-1] = 0.05
     _, cause = second([base, run("fsdp2", BASE + gap, mode="fsdp2", **GPU)])
     assert "the update differs" in cause
+
+
+def test_a_round_that_is_at_fault_excuses_neither_itself_nor_others():
+    good, bad = rounds(0.05, growing=False)
+    other = run("ddp", BASE + 0.05, mode="ddp", **GPU)
+    found = {
+        c.curve.run.source + str(c.curve.run.round): c.verdict for c in compare_all(join_curves([good, bad, other]))
+    }
+    assert found == {"f:round0": Verdict.REFERENCE, "f:round1": Verdict.DIFFERENT, "f:ddp" + "None": Verdict.DIFFERENT}
+
+
+def test_rounds_of_other_options_or_on_another_card_are_no_control():
+    base, other = (run(mode, BASE + gap, mode=mode, **GPU) for mode, gap in (("ddp", 0.0), ("fsdp2", 0.03 * STEPPED)))
+    for changed in (dict(command="lit-gpt-dist fit --optim.lr 1e-3"), dict(device="NVIDIA A100-SXM4-80GB")):
+        first, second_round = rounds(0.02, global_batch=16, command="lit-gpt-dist fit")
+        assert second([first, replace(second_round, **changed), base, other])[0] is Verdict.DIFFERENT
+    assert second([*rounds(0.02, global_batch=16, command="lit-gpt-dist fit"), base, other])[0] is Verdict.ROUNDING

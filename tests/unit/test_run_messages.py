@@ -133,6 +133,17 @@ def test_several_machines_without_a_launcher_are_refused_with_the_command_that_s
             check_launcher(trainer)
 
 
+def test_processes_of_one_machine_do_not_wait_at_another_ones_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Namespace(num_nodes=1, devices=2, plugins=None)
+    for own in ("127.0.0.1", "localhost"):
+        monkeypatch.setenv("MASTER_ADDR", own)
+        check_launcher(trainer)
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # an address that nobody has (RFC 5737)
+    with pytest.raises(UserError, match=r"MASTER_ADDR 192\.0\.2\.1 is not an address of this machine"):
+        check_launcher(trainer)
+    check_launcher(Namespace(num_nodes=1, devices=1, plugins=None))  # alone: nobody to meet
+
+
 def test_machines_started_by_hand_need_all_that_lets_them_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the address alone each opens a port of its own as the first machine, and waits there for the others."""
     trainer = Namespace(num_nodes=2, devices="auto", plugins=None)
