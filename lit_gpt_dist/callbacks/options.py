@@ -24,7 +24,8 @@ class MonitorOptions:
         max_rollbacks: the run stops at the next one.
         hang_watch: when nothing moves for the strategy's timeout_seconds, every rank says where it stands, and the run ends.
         memory_snapshot: keep the history of device allocations and write it when memory runs out (costs some speed).
-        sample_tokens: length of the text logged for TensorBoard at each validation; by default 64, and none where weights are sharded; 0: none. The one printed after training has --sample_tokens.
+        sample_tokens: length of the text logged for TensorBoard at each validation; by default 64, and none where weights are
+            sharded; 0: none. The one printed after training has --sample_tokens.
         csv: write metrics.csv beside TensorBoard's events.
     """
 

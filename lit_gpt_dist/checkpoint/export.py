@@ -68,9 +68,8 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         return
     refuse_existing(folder, overwrite)
-    if (
-        os.path.lexists(folder) and not (folder / DESCRIPTION_FILE).is_file()
-    ):  # whatever it is, it is not ours to delete
+    ours = (folder / DESCRIPTION_FILE).is_file()
+    if os.path.lexists(folder) and not ours:  # whatever it is, it is not ours to delete
         raise UserError(f"{folder} exists and is no folder that export wrote; give another --out or remove it yourself")
 
 

@@ -14,8 +14,9 @@ from lit_gpt_dist.optim.config import OptimConfig
 class LocalAdamW(AdamW):
     """AdamW whose update sees this rank's part of a sharded parameter; its state stays sharded like the parameter.
 
-    The gap: given DTensors, torch finds the result's shape by a run on tensors without data, but the fused update with its rate in a tensor has no
-    kernel for those. So it runs on zeros of the whole model's size, on the host, in the first step: 16 bytes a parameter on every rank (torch 2.11, 2.13).
+    The gap: given DTensors, torch finds the result's shape by a run on tensors without data, but the fused update with its
+    rate in a tensor has no kernel for those. So it runs on zeros of the whole model's size, on the host, in the first step:
+    16 bytes a parameter on every rank (torch 2.11, 2.13).
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:

@@ -53,7 +53,7 @@ class DDP(MeshStrategy):
         return {"replicate": self.world_size}
 
     def setup(self, trainer: pl.Trainer) -> None:
-        compiled_whole = self.lightning_module.compiled == "model"  # type: ignore[union-attr]
+        compiled_whole = getattr(self.lightning_module, "compiled", "none") == "model"
         self.bucket_cap_mb = self.bucket_option or (COMPILED_BUCKET_MB if compiled_whole else BUCKET_MB)
         self._ddp_kwargs["bucket_cap_mb"] = self.bucket_cap_mb
         one_backward = trainer.datamodule.plan.accumulate == 1  # type: ignore[attr-defined]

@@ -74,10 +74,8 @@ LOSS_TRAFFIC_COMPILED = (
     2 + 2 + 2 + 2 + 2
 )  # write logits, two reductions, read again, write their gradient: 2 bytes each
 LOSS_TRAFFIC_EAGER = 6 + 12 + 12 + 16 + 6  # cast, log_softmax, nll backward, softmax backward, cast back: fp32 mostly
-OPERATIONS_EAGER, OPERATIONS_COMPILED = (
-    48,
-    22,
-)  # launched by the host a layer, forward and backward; see layer_traffic_bytes
+# Launched by the host a layer, forward and backward; see layer_traffic_bytes
+OPERATIONS_EAGER, OPERATIONS_COMPILED = 48, 22
 # What the device runs for the 22: a trace of gpt2-124m on an H200 has 660 kernels a micro-batch. A product split along its
 # inner width brings a memset and a sum.
 KERNELS_COMPILED = 52
