@@ -7,7 +7,13 @@ from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.flops import flops_per_token
 from lit_gpt_dist.planner import activations, time
 from lit_gpt_dist.planner.compute import RECOMPUTE_FACTOR
-from lit_gpt_dist.planner.estimate import Estimate, adding_up_seconds, micro_compute_seconds, optimizer_step_seconds
+from lit_gpt_dist.planner.estimate import (
+    HIDDEN_COST,
+    Estimate,
+    adding_up_seconds,
+    micro_compute_seconds,
+    optimizer_step_seconds,
+)
 from lit_gpt_dist.planner.footprint import KINDS, block_parameters, root_parameters, strategy_widths
 from lit_gpt_dist.planner.hardware import GIB, MIB
 from lit_gpt_dist.planner.job import Job
@@ -172,6 +178,16 @@ def communication_lines(job: Job, found: Estimate) -> list[str]:
         f"hidden behind backward: up to {time.BACKWARD_SHARE:.2f} × {micro * 1e3:.2f} ms = {time.BACKWARD_SHARE * micro * 1e3:.2f} ms",
         *never_hidden(job, found, parts),
         f"exposed: {found.times.exposed * 1e3:.2f} ms{how}",
+        *slowed_lines(found),
+    ]
+
+
+def slowed_lines(found: Estimate) -> list[str]:
+    """What is hidden on a fast link is not free."""
+    if found.times is None or not found.times.slowed:
+        return []
+    return [
+        f"the rest runs beside compute and takes {HIDDEN_COST:g} × its own time from it (processors, power): {found.times.slowed * 1e3:.2f} ms"
     ]
 
 
