@@ -73,10 +73,12 @@ def measure(
         torch.cuda.empty_cache()  # ranks of the sweep share the first device with this process
     sweeps = run_sweeps({name: sizes or SIZES[name] for name in backends}, ranks) if ranks > 1 else []
     curves = dict(previous.all_reduce) if previous else {}
+    gathers = dict(previous.all_gather) if previous else {}
     backend = previous.backend if previous else ""
     for sweep in sweeps:
         if sweep.timings[0].backend == native_backend(device):
-            curves |= all_reduce_curves(sweep)
+            curves |= bandwidth_curve(sweep, "all_reduce")
+            gathers |= bandwidth_curve(sweep, "all_gather")
             backend = sweep.timings[0].backend
     calibration = Calibration(
         device_name(device),
@@ -87,6 +89,7 @@ def measure(
         datetime.now(UTC).isoformat(timespec="minutes"),
         {"torch": torch.__version__, "cuda": torch.version.cuda or "none"},
         "bf16" if device.type == "cuda" else "fp32",
+        gathers,
     )
     return Measured(calibration, square, tuple(sweeps))
 
@@ -96,8 +99,9 @@ def native_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def all_reduce_curves(sweep: Sweep) -> dict[int, tuple[tuple[float, float], ...]]:
-    found = [timing for timing in sweep.timings if timing.collective == "all_reduce" and timing.busbw]
+def bandwidth_curve(sweep: Sweep, collective: str) -> dict[int, tuple[tuple[float, float], ...]]:
+    """Ranks → (bytes, bus bandwidth) points of one collective; empty where it was not measured."""
+    found = [timing for timing in sweep.timings if timing.collective == collective and timing.busbw]
     points = tuple(sorted((float(timing.size_bytes), timing.busbw or 0.0) for timing in found))
     return {found[0].ranks: points} if found else {}
 

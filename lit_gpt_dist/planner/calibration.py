@@ -15,20 +15,22 @@ from lit_gpt_dist.planner.compute import Rates
 from lit_gpt_dist.planner.hardware import Link, known_device
 
 FORMAT = 1
+Curve = tuple[tuple[float, float], ...]  # (bytes, bus bandwidth), ascending
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured rates of one kind of device. ``all_reduce``: ranks → (bytes, bus bandwidth) points, ascending."""
+    """Measured rates of one kind of device. ``all_reduce`` and ``all_gather``: ranks → (bytes, bus bandwidth) points, ascending."""
 
     device: str  # as the driver prints it
     rates: Rates | None = None
     host_to_device: float | None = None  # bytes/s
-    all_reduce: dict[int, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    all_reduce: dict[int, Curve] = field(default_factory=dict)
     backend: str = ""  # that moved the collectives
     when: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     precision: str = "bf16"  # of the products measured; rates say nothing about another one
+    all_gather: dict[int, Curve] = field(default_factory=dict)
 
     def rates_for(self, precision: str) -> Rates | None:
         """Rates for a Trainer precision, or None where others were measured."""
@@ -40,7 +42,7 @@ class Calibration:
         if not measured:
             return None
         curve, source = self.all_reduce[measured[-1]], f"measured, {self.backend}, {measured[-1]} ranks, {self.when}"
-        return Link("measured", curve[-1][1], "measured", source, curve)
+        return Link("measured", curve[-1][1], "measured", source, curve, self.all_gather.get(measured[-1], ()))
 
 
 def cache_folder() -> Path:
@@ -74,6 +76,7 @@ def to_json(calibration: Calibration) -> dict[str, Any]:
         "host_to_device": calibration.host_to_device,
         "backend": calibration.backend,
         "all_reduce": {str(n): [list(point) for point in curve] for n, curve in calibration.all_reduce.items()},
+        "all_gather": {str(n): [list(point) for point in curve] for n, curve in calibration.all_gather.items()},
     }
 
 
@@ -86,7 +89,10 @@ def from_json(data: dict[str, Any], source: str) -> Calibration:
             )
         fields = data["rates"]
         rates = fields and Rates(**{**fields, "matmul": tuple((float(w), float(r)) for w, r in fields["matmul"])})
-        curves = {int(n): tuple((float(s), float(b)) for s, b in points) for n, points in data["all_reduce"].items()}
+        curves, gathers = (
+            {int(n): tuple((float(s), float(b)) for s, b in points) for n, points in measured.items()}
+            for measured in (data["all_reduce"], data.get("all_gather", {}))  # the second is younger than the format
+        )
         return Calibration(
             data["device"],
             rates,
@@ -96,6 +102,7 @@ def from_json(data: dict[str, Any], source: str) -> Calibration:
             data["when"],
             data["versions"],
             data["precision"],
+            gathers,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, UserError):

@@ -14,7 +14,9 @@ from lit_gpt_dist.model.config import GPTConfig
 from lit_gpt_dist.model.flops import flops_per_token
 from lit_gpt_dist.planner.activations import Widths
 
-RECOMPUTE_FACTOR = 4 / 3  # one more forward: 8N instead of 6N; wall time about +30%
+RECOMPUTE_FACTOR = (
+    4 / 3
+)  # one more forward: 8N instead of 6N; wall time about +30% (of products see products_recomputed)
 ATTENTION_REDONE = (
     3.5 / 3.0
 )  # flash attention computes the scores again in backward (Dao et al. 2022): 7 products for 6
@@ -91,7 +93,8 @@ def micro_seconds(
     again = RECOMPUTE_FACTOR if recompute else 1.0
     head = 6.0 * config.vocab_size * config.width
     flops = flops_per_token(config, context)
-    products = tokens * ((flops.six_n - head) * again + head) / rates.matmul_at(config.width)
+    products_again = 1 + products_recomputed(config) / 3 if recompute else 1.0
+    products = tokens * ((flops.six_n - head) * products_again + head) / rates.matmul_at(config.width)
     attention = tokens * (flops.half_attention - flops.six_n) * ATTENTION_REDONE * again / rates.attention_flops
     loss = config.vocab_size * (LOSS_TRAFFIC_COMPILED if compiled else LOSS_TRAFFIC_EAGER)
     pointwise = tokens * (config.layers * layer_traffic_bytes(config, width, compiled) * again + loss)
@@ -105,6 +108,13 @@ def micro_seconds(
     launches = 0.0 if execution == "graph" else operations * rates.launch_seconds
     device = products + attention + traffic + kernels
     return MicroTime(products, attention, traffic, kernels, launches, max(device, launches))
+
+
+def products_recomputed(config: GPTConfig) -> float:
+    """Share of a block's forward products that recomputation repeats: all but the last, whose result backward does not need
+    (torch.utils.checkpoint stops there, and a compiler drops it)."""
+    block = (config.matmul_parameters() - config.vocab_size * config.width) / config.layers
+    return 1 - config.width * config.ff_width / block
 
 
 def accumulation_seconds(gradient_bytes: float, copy_bandwidth: float) -> float:

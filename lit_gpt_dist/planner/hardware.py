@@ -91,24 +91,32 @@ def device_by_name(name: str, memory_gib: float | None = None) -> Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins cards. ``curve`` holds measured (bytes, bus bandwidth) points, ascending; else one ``bandwidth``."""
+    """What joins cards. ``curve`` holds measured (bytes, bus bandwidth) points of all-reduces, ascending; else one ``bandwidth``.
+    ``gathers``: such points of all-gathers, which are slower than their half of an all-reduce."""
 
     name: str
     bandwidth: float | None  # bytes/s of bus bandwidth
     kind: str  # nvlink, pcie, given, unknown
     source: str
     curve: tuple[tuple[float, float], ...] = ()
+    gathers: tuple[tuple[float, float], ...] = ()
 
     def bandwidth_at(self, message_bytes: float) -> float | None:
         """Bus bandwidth for messages of a size: between measured points straight in size, beyond them the end's."""
-        if not self.curve:
-            return self.bandwidth
-        below = [point for point in self.curve if point[0] <= message_bytes]
-        above = [point for point in self.curve if point[0] > message_bytes]
-        if not below or not above:
-            return (below or above)[-1 if below else 0][1]
-        (x0, y0), (x1, y1) = below[-1], above[0]
-        return y0 + (y1 - y0) * (message_bytes - x0) / (x1 - x0)
+        return _on_curve(self.curve, message_bytes) if self.curve else self.bandwidth
+
+    def gather_bandwidth_at(self, message_bytes: float) -> float | None:
+        """The same of an all-gather or a reduce-scatter."""
+        return _on_curve(self.gathers, message_bytes) if self.gathers else self.bandwidth_at(message_bytes)
+
+
+def _on_curve(curve: tuple[tuple[float, float], ...], message_bytes: float) -> float:
+    below = [point for point in curve if point[0] <= message_bytes]
+    above = [point for point in curve if point[0] > message_bytes]
+    if not below or not above:
+        return (below or above)[-1 if below else 0][1]
+    (x0, y0), (x1, y1) = below[-1], above[0]
+    return y0 + (y1 - y0) * (message_bytes - x0) / (x1 - x0)
 
 
 UNKNOWN_LINK = Link("unknown", None, "unknown", "not given")

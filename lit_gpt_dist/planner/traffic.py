@@ -45,7 +45,8 @@ def communication_seconds(job: Job, plan: Layout) -> CommunicationParts | None:
     if across is None or inside is None:
         return None
     if plan.strategy in ("fsdp2", "hsdp"):
-        within = inside if plan.strategy == "hsdp" else job.slowest_link.bandwidth_at(unit) or across
+        link = job.link if plan.strategy == "hsdp" else job.slowest_link
+        within = link.gather_bandwidth_at(unit) or across
         return sharded_seconds(job, plan, within, across)
     replicated = comm.all_reduce_seconds(parameters * gradient, plan.data_ranks, across)
     last = replicated * last_bucket_bytes(job, plan) / (parameters * gradient)

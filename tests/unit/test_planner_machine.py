@@ -142,6 +142,42 @@ def test_a_further_micro_batch_takes_its_time_and_the_adding_of_its_gradients():
     assert twice - once == pytest.approx(micro.total + added)
 
 
+def test_recomputation_repeats_all_products_of_a_block_but_the_last():
+    model = preset("gpt2-124m")
+    once, again = (micro_seconds(model, 8, 1024, widths("bf16-mixed"), RATES, "graph", full) for full in (False, True))
+    block = 12 * model.width**2  # 3 for queries, keys and values, 1 for their output, 4 up, 4 down
+    repeated = 2 * 8 * 1024 * model.layers * (block - 4 * model.width**2) / RATES.matmul_at(model.width)
+    assert again.products - once.products == pytest.approx(repeated)
+
+
+def test_gathers_take_the_bandwidth_of_gathers_where_it_was_measured():
+    slower = tuple((size, rate / 2) for size, rate in CURVE)
+    measured = Calibration("NVIDIA H200", None, None, {2: CURVE}, "nccl", "now", all_gather={2: slower})
+    link = calibrations.from_json(calibrations.to_json(measured), "here").link(2)
+    assert (link.bandwidth_at(1e6), link.gather_bandwidth_at(1e6)) == (18e9, 9e9)
+    older = calibrations.to_json(measured)
+    del older["all_gather"]
+    assert calibrations.from_json(older, "here").link(2).gather_bandwidth_at(1e6) == 18e9
+
+
+def test_what_hides_behind_compute_on_a_fast_link_takes_its_time_from_it():
+    fields = dict(
+        devices=2, global_batch=32, micro_batch=16, execution="graph", calibration=Calibration("NVIDIA H200", RATES)
+    )
+    for link, free in (("nvlink", False), ("pcie4", True)):
+        job = Job(
+            preset("big", context=1024, vocab_size=50_304),
+            DEVICES["h200"],
+            link=link_by_name(link, DEVICES["h200"]),
+            **fields,
+        )
+        times = estimate(job, "ddp").times
+        hidden = times.communication - times.exposed
+        assert hidden > 0
+        assert times.slowed == (0.0 if free else pytest.approx(hidden))
+        assert times.step == pytest.approx(times.compute + times.exposed + times.slowed)
+
+
 def test_the_link_of_a_calibration_is_that_of_as_many_ranks():
     made = Calibration("NVIDIA H200", None, None, {2: CURVE, 4: ((1e6, 9e9),)}, "nccl", "now")
     assert made.link(2).bandwidth == 276e9
