@@ -164,7 +164,8 @@ def inference_advice(plans: list[InferencePlan], job: Job) -> str:
 
 def compare(console: Console, options: argparse.Namespace, job: Job) -> int:
     comparisons = []
-    for line in read_lines(options.compare):
+    lines, skipped = read_lines(options.compare)
+    for line in lines:
         calibration = job.calibration
         if not (options.calibration or options.no_calibration):  # each line's own device, not the one planned for
             calibration = find(str(line.get("device")))
@@ -175,7 +176,7 @@ def compare(console: Console, options: argparse.Namespace, job: Job) -> int:
         print(json.dumps([dataclasses.asdict(one) for one in comparisons], indent=1))
         return EXIT_OK
     render.comparison_table(comparisons).print_to(console)
-    for reason in render.reasons(comparisons):
+    for reason in [*skipped, *render.reasons(comparisons)]:
         console.print(reason, highlight=False, markup=False)
     return EXIT_OK
 

@@ -34,21 +34,35 @@ def miss(pair: tuple[float, float] | None) -> float | None:
     return None if pair is None or not pair[1] else pair[0] / pair[1] - 1
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSON-lines file; a damaged line is an error that names it."""
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Objects of a JSON-lines file, and what of it is none, in words.
+
+    Raises:
+        UserError: it cannot be read, or nothing in it is an object.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); give a results.jsonl that `fit` wrote") from error
-    lines = []
+    lines, skipped = [], []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            lines.append(json.loads(line))
+            found = json.loads(line)
         except ValueError as error:
-            raise UserError(f"{path}:{number} is not JSON ({error}); remove the line") from error
-    return lines
+            found, why = None, f"not JSON ({error})"
+        else:
+            why = "no object"
+        if isinstance(found, dict):
+            lines.append(found)
+        else:
+            skipped.append(f"skipped {path}:{number}: {why}")
+    if skipped and not lines:
+        raise UserError(
+            f"{path} has no line that is a run ({skipped[0].partition(': ')[2]}); give a results.jsonl that `fit` wrote"
+        )
+    return lines, skipped
 
 
 KINDS = {name: type(value) for name, value in preset("tiny").to_dict().items()}

@@ -199,6 +199,17 @@ def test_compare_says_in_one_line_why_runs_on_a_cpu_have_no_figures(capsys, tmp_
     assert out.count("no rates are known for x86_64 in 32-true") == 1
 
 
+def test_compare_names_damaged_lines_and_skips_them(capsys, tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps(result_line()) + '\n{"tag": \n[1]\n')
+    out = run(capsys, *MACHINE, "--compare", str(path))
+    assert "results.jsonl:2: not JSON" in out
+    assert "results.jsonl:3: no object" in out
+    path.write_text("[1]\n")
+    with pytest.raises(UserError, match=r"has no line that is a run \(no object\)"):
+        main([*MACHINE, "--compare", str(path)])
+
+
 @pytest.mark.parametrize("where", ["shape", "line"])
 def test_compare_plans_a_run_of_no_preset_from_the_shape_in_its_line(capsys, tmp_path, where):
     shape = preset("big").to_dict()
