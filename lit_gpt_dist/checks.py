@@ -97,7 +97,7 @@ def check_devices(accelerator: Any, devices: Any) -> None:
     if devices in ("auto", -1, "-1"):
         return
     listed = isinstance(devices, list) or "," in str(devices)
-    numbers = str(devices).strip("[]").replace(",", " ").split()
+    numbers = words_of(devices)
     if not numbers or not all(number.isdigit() for number in numbers) or (numbers == ["0"] and not listed):
         raise UserError(
             f"trainer.devices {devices} is neither a number of devices nor a list of them; give for example 2, 0,1 or auto"
@@ -111,6 +111,11 @@ def check_devices(accelerator: Any, devices: Any) -> None:
         raise UserError(
             f"trainer.devices {devices}: this machine has {there} GPUs; use --trainer.devices {there} or fewer"
         )
+
+
+def words_of(devices: Any) -> list[str]:
+    """A number of devices, or each of a list of them."""
+    return str(devices).strip("[]").replace(",", " ").split()
 
 
 def check_launcher(trainer: Namespace) -> None:
@@ -143,7 +148,7 @@ def check_meeting_point(trainer: Namespace) -> None:
     """Processes of one machine meet at MASTER_ADDR, which a cluster's shell may have left set to another machine: they would
     wait there in silence."""
     address = os.environ.get("MASTER_ADDR")
-    numbers = str(trainer.devices).strip("[]").replace(",", " ").split()
+    numbers = words_of(trainer.devices)
     alone = numbers == ["1"] or (isinstance(trainer.devices, list) and len(numbers) == 1)
     if address and not alone and not is_this_machine(address):
         raise UserError(
@@ -166,7 +171,7 @@ def is_this_machine(address: str) -> bool:
 
 def _torchrun(trainer: Namespace) -> str:
     """What starts the command that was typed on all machines."""
-    numbers = str(trainer.devices).strip("[]").replace(",", " ").split()
+    numbers = words_of(trainer.devices)
     devices = len(numbers) if len(numbers) > 1 else numbers[0] if numbers and numbers[0].isdigit() else None
     return (
         f"torchrun --nnodes {trainer.num_nodes} --nproc-per-node {devices or max(1, torch.cuda.device_count())} "

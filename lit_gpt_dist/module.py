@@ -245,11 +245,11 @@ class GPTModule(RecordedSteps):
         before, and beside the buckets, unless they start as zeros within them.
         """
         parameters = parameters_of(self.trainer.optimizers[0])
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        in_place = accumulate > 1 and self.trainer.strategy.gradients_in_buckets  # type: ignore[attr-defined]
-        if in_place and len(gradients) == len(parameters):
-            torch._foreach_zero_(gradients)
-            return
+        if accumulate > 1 and self.trainer.strategy.gradients_in_buckets:  # type: ignore[attr-defined]
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if len(gradients) == len(parameters):
+                torch._foreach_zero_(gradients)
+                return
         for parameter in parameters:
             parameter.grad = None
 

@@ -9,9 +9,9 @@ from typing import Any
 from lit_gpt_dist.bench.case import Case
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import PRESETS
+from lit_gpt_dist.planner.layout import SHARDED
 
 SCALINGS = ("weak", "strong")
-SHARDED = ("fsdp2", "hsdp")
 
 
 @dataclass

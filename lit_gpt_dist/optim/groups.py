@@ -21,8 +21,9 @@ class LocalAdamW(AdamW):
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         has_complex = super()._init_group(group, *lists)  # fills them: parameters, gradients, moments, step counts
-        for tensors in lists:
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        if isinstance(group["params"][0], DTensor):
+            for tensors in lists:
+                tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         return bool(has_complex)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lit_gpt_dist.planner.estimate import Estimate, estimate
 from lit_gpt_dist.planner.hardware import GIB
 from lit_gpt_dist.planner.job import Job
-from lit_gpt_dist.planner.layout import NOT_TRAINABLE, layout
+from lit_gpt_dist.planner.layout import NOT_TRAINABLE, SHARDED, layout
 from lit_gpt_dist.planner.limits import largest_dividing_micro_batch
 from lit_gpt_dist.planner.running import judge_communication
 
@@ -24,9 +24,8 @@ NAMES = {
     "pp": "pipeline parallel",
 }
 WORTH_SAYING = 0.10  # below it the order of cost decides alone: the planner's times are not that sharp
-LATENCY_BOUND_SECONDS = 0.010  # shorter micro-batches wait for kernels to start, which is not planned: see docs/plan.md
+LATENCY_BOUND_SECONDS = 0.010  # shorter micro-batches wait for kernels to start, and how long only a calibration knows
 ORDER = ("ddp", "zero1", "zero2", "fsdp2", "hsdp", "tp", "pp")
-SHARDED = ("fsdp2", "hsdp")
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def faster_than(job: Job, chosen: Job, strategy: str) -> Faster | None:
     """The fastest of the trainable strategies later in the order of cost, if by more than ``WORTH_SAYING``."""
     current = estimate(chosen, strategy)
     advised = step_seconds(current)
-    if advised is None or advised / current.accumulate < LATENCY_BOUND_SECONDS:
+    if advised is None or (not job.rates and advised / current.accumulate < LATENCY_BOUND_SECONDS):
         return None
     found = []
     for later in ORDER[ORDER.index(strategy) + 1 :]:

@@ -17,6 +17,7 @@ from lit_gpt_dist.planner.estimate import (
 from lit_gpt_dist.planner.footprint import KINDS, block_parameters, root_parameters, strategy_widths
 from lit_gpt_dist.planner.hardware import GIB, MIB
 from lit_gpt_dist.planner.job import Job
+from lit_gpt_dist.planner.layout import SHARDED
 from lit_gpt_dist.planner.limits import largest_micro_batch
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
 from lit_gpt_dist.planner.traffic import CommunicationParts, communication_seconds, exposed_of, last_bucket_bytes
@@ -56,7 +57,7 @@ def state(kind: str) -> Callable[[Job, Estimate], list[str]]:
 def copies(job: Job, found: Estimate) -> list[str]:
     assert found.footprint
     width = strategy_widths(job, found.layout).compute
-    if found.strategy in ("fsdp2", "hsdp"):
+    if found.strategy in SHARDED:
         root, block = root_parameters(job.model), block_parameters(job.model)
         text = f"{width} bytes × (root {root:,.0f} + gathered blocks of {block:,.0f} parameters)"
     else:
@@ -114,7 +115,7 @@ def sent(job: Job, found: Estimate) -> list[str]:
     gradient = state_bytes_per_parameter(job.precision, job.optimizer).gradients
     width, ranks = strategy_widths(job, found.layout).compute, found.layout.data_ranks
     parameters = job.model.parameters() / (found.layout.tensor * found.layout.stages)
-    if found.strategy in ("fsdp2", "hsdp"):
+    if found.strategy in SHARDED:
         shards = found.layout.weight_shards
         gathers = f"2 gathers × {width} bytes × {found.accumulate} micro-batches"
         if not job.reshard_after_forward:
@@ -195,7 +196,7 @@ def never_hidden(job: Job, found: Estimate, parts: CommunicationParts) -> list[s
     """What starts when there is nothing left to compute, or must end before anything can be."""
     if found.layout.data_ranks == 1:
         return []
-    if found.strategy in ("fsdp2", "hsdp"):
+    if found.strategy in SHARDED:
         root, block = root_parameters(job.model), block_parameters(job.model)
         lines = [
             f"never hidden: the first gathers, root {root:,.0f} and a block {block:,.0f} parameters: {parts.first_gather * 1e3:.2f} ms a micro-batch",

@@ -24,7 +24,7 @@ from lit_gpt_dist.planner.activations import (
 )
 from lit_gpt_dist.planner.activations import widths as value_widths
 from lit_gpt_dist.planner.job import Job
-from lit_gpt_dist.planner.layout import Layout
+from lit_gpt_dist.planner.layout import SHARDED, Layout
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
 
 BLAS_HANDLES = 2  # of the thread that runs forward and of autograd's, which runs backward: each has a workspace
@@ -47,7 +47,7 @@ class Footprint:
 
 
 def strategy_widths(job: Job, plan: Layout) -> Widths:
-    return value_widths(job.precision, autocast=job.autocast and plan.strategy not in ("fsdp2", "hsdp"))
+    return value_widths(job.precision, autocast=job.autocast and plan.strategy not in SHARDED)
 
 
 def block_parameters(config: GPTConfig) -> float:
@@ -93,7 +93,7 @@ def gradient_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> floa
     width = state_bytes_per_parameter(job.precision, job.optimizer).gradients
     whole = width * job.model.parameters() / (plan.tensor * plan.stages)
     reduced = width * job.model.parameters() / plan.gradient_shards
-    if plan.strategy in ("fsdp2", "hsdp"):
+    if plan.strategy in SHARDED:
         unreduced = whole if accumulate > 1 and job.no_sync else 0.0
         return unreduced + (reduced if moment == "end" else 0.0)
     if plan.strategy in ("ddp", "zero1") or accumulate > 1 or moment == "end":
@@ -110,7 +110,7 @@ def copy_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
     all but the last run their backward inside.
     """
     width = strategy_widths(job, plan)
-    if plan.strategy in ("fsdp2", "hsdp"):
+    if plan.strategy in SHARDED:
         units = GATHERED_UNITS if job.reshard_after_forward or moment == "end" else job.model.layers
         return width.compute * (root_parameters(job.model) + units * block_parameters(job.model))
     if job.precision != "bf16-mixed":
@@ -159,7 +159,7 @@ def buffer_bytes(job: Job, plan: Layout, moment: str) -> float:
     Before the end a gather's flat output exists beside the unit it fills; at the end the root's whole gradients, in
     compute type and copied in fp32 for the reduction.
     """
-    if plan.strategy not in ("fsdp2", "hsdp"):
+    if plan.strategy not in SHARDED:
         return 0.0
     width = strategy_widths(job, plan)
     if moment != "end":

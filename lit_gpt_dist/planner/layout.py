@@ -7,6 +7,7 @@ from lit_gpt_dist.planner.job import Job
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp2", "hsdp", "tp", "pp")
 # Planned here, but `fit` of this version does not run them. Shorten the list when it does.
 NOT_TRAINABLE = ("zero1", "zero2", "tp", "pp")
+SHARDED = ("fsdp2", "hsdp")  # those that shard the weights themselves
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lit_gpt_dist.planner import communication as comm
 from lit_gpt_dist.planner import time
 from lit_gpt_dist.planner.footprint import block_parameters, root_parameters, strategy_widths
 from lit_gpt_dist.planner.job import Job
-from lit_gpt_dist.planner.layout import Layout
+from lit_gpt_dist.planner.layout import SHARDED, Layout
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
 
 
@@ -44,7 +44,7 @@ def communication_seconds(job: Job, plan: Layout) -> CommunicationParts | None:
     inside, across = job.link.bandwidth_at(unit), job.slowest_link.bandwidth_at(job.bucket)
     if across is None or inside is None:
         return None
-    if plan.strategy in ("fsdp2", "hsdp"):
+    if plan.strategy in SHARDED:
         link = job.link if plan.strategy == "hsdp" else job.slowest_link
         within = link.gather_bandwidth_at(unit) or across
         return sharded_seconds(job, plan, within, across)
@@ -86,7 +86,7 @@ def exposed_of(job: Job, plan: Layout, accumulate: int, micro: float, parts: Com
     reductions = 1 if job.no_sync else accumulate
     backward = time.BACKWARD_SHARE * micro
     once = time.exposed_seconds(parts.step, backward, parts.last_step)
-    if plan.strategy in ("fsdp2", "hsdp"):
+    if plan.strategy in SHARDED:
         gathers = gathers_per_step(job, accumulate)
         total = gathers * parts.gather + reductions * parts.reduce + parts.step
         return total, once + sum(
@@ -123,7 +123,7 @@ def sent_bytes(job: Job, plan: Layout, accumulate: int, no_sync: bool) -> float:
     """Bytes one card sends per step."""
     gradient = state_bytes_per_parameter(job.precision, job.optimizer).gradients
     parameters = job.model.parameters() / (plan.tensor * plan.stages)
-    if plan.strategy in ("fsdp2", "hsdp"):
+    if plan.strategy in SHARDED:
         width, shards = strategy_widths(job, plan).compute, plan.weight_shards
         gathers = gathers_per_step(job, accumulate) / accumulate
         sharded = comm.fsdp_bytes(parameters, shards, width, gradient, accumulate, no_sync, gathers)

@@ -1,45 +1,11 @@
 """Verdicts on planted curves: the same run, rounding, and every fault that the report names."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from report_helpers import BASE, GPU, NOISE, REFERENCE, STEPS, judge, judged_last, run, verdict
 
 from lit_gpt_dist.report.compare import compare_all
 from lit_gpt_dist.report.curves import Verdict, join_curves
-from lit_gpt_dist.report.results import Run
-
-STEPS = 40
-BASE = 4.0 * np.exp(-np.arange(STEPS) / 40) + 1.2
-NOISE = np.random.default_rng(0).standard_normal(STEPS)
-STEPPED = np.linspace(0, 1, STEPS)
-
-
-def run(tag, losses=BASE, mode="ddp", world=2, micro=16, accum=2, **fields):
-    fields = dict(size="tiny", context=64, params=10, device="cpu", seed=1, corpus_hash="abc", tok_s=1.0) | fields
-    batch = fields.pop("global_batch", 64)
-    return Run(
-        f"f:{tag}",
-        tag,
-        mode=mode,
-        world=world,
-        micro=micro,
-        accum=accum,
-        global_batch=batch,
-        losses=tuple(losses),
-        **fields,
-    )
-
-
-REFERENCE = run("reference", mode="single", world=1, accum=4)
-
-
-def judge(*runs, reference=None):
-    return {c.curve.run.tag: c for c in compare_all(join_curves([REFERENCE, *runs]), reference)}
-
-
-def verdict(other):
-    return judge(other)[other.tag].verdict
 
 
 def test_the_one_device_run_is_the_reference_whatever_the_order_of_the_lines():
@@ -285,66 +251,13 @@ def test_a_loss_that_is_not_finite_is_named():
     assert "not finite from step 11" in found.cause
 
 
-GPU = dict(device="NVIDIA H200", precision="bf16-mixed", git_revision="abc")
-
-
-def rounds(apart: float, growing=True, **fields):
-    """Two rounds of one case that rounding takes ``apart`` by the end."""
-    path = np.linspace(0, apart, STEPS) if growing else np.full(STEPS, apart)
-    fields = dict(mode="single", world=1, accum=1, case="single") | GPU | fields
-    return [run("round", BASE + k * path, round=k, **fields) for k in (0, 1)]
-
-
-def second(runs):
-    """The verdict on the last of them, and why."""
-    found = compare_all(join_curves(runs))[-1]
-    return found.verdict, found.cause
-
-
-def test_what_rounds_of_one_case_differ_by_counts_as_rounding_in_other_runs_of_the_model():
-    base, other = (run(mode, BASE + gap, mode=mode, **GPU) for mode, gap in (("ddp", 0.0), ("fsdp2", 0.03 * STEPPED)))
-    alone, _ = second([base, other])
-    assert alone is Verdict.DIFFERENT, "1e-2 is what bf16 may do by itself"
-    found, cause = second([*rounds(0.02, global_batch=16), base, other])
-    assert found is Verdict.ROUNDING
-    assert cause == "within 2 × what rounds of single differ by, 2.0e-02"
-    assert second([*rounds(0.01, global_batch=16), base, other])[0] is Verdict.DIFFERENT, "further than twice that"
-    assert second([*rounds(0.02, params=11), base, other])[0] is Verdict.DIFFERENT, "another model's rounds"
-
-
-def test_rounds_of_the_same_batch_are_asked_first_and_no_rounds_explain_a_tenth():
-    base, other = (run(mode, BASE + gap, mode=mode, **GPU) for mode, gap in (("ddp", 0.0), ("fsdp2", 0.03 * STEPPED)))
-    assert second([*rounds(0.03, global_batch=16), *rounds(0.001, case="own"), base, other])[0] is Verdict.DIFFERENT
-    broken = run("fsdp2", BASE + 0.12 * STEPPED, mode="fsdp2", **GPU)
-    assert second([*rounds(0.09, global_batch=16), base, broken])[0] is Verdict.DIFFERENT
-    far = rounds(0.2, global_batch=16)
-    assert second([*far, base, other])[0] is Verdict.DIFFERENT, "rounds so far apart are no control"
-
-
 def test_runs_that_part_for_a_few_steps_and_meet_again_are_told_from_a_wrong_update():
     gap = np.zeros(STEPS)
     gap[[9, 10]] = 0.05, 0.02
     base, other = run("ddp", **GPU), run("fsdp2", BASE + gap, mode="fsdp2", **GPU)
-    found, cause = second([base, other])
+    found, cause = judged_last([base, other])
     assert found is Verdict.DIFFERENT
     assert cause.startswith("beyond rounding only at step 10, 11, and together again after that")
     gap[-1] = 0.05
-    _, cause = second([base, run("fsdp2", BASE + gap, mode="fsdp2", **GPU)])
+    _, cause = judged_last([base, run("fsdp2", BASE + gap, mode="fsdp2", **GPU)])
     assert "the update differs" in cause
-
-
-def test_a_round_that_is_at_fault_excuses_neither_itself_nor_others():
-    good, bad = rounds(0.05, growing=False)
-    other = run("ddp", BASE + 0.05, mode="ddp", **GPU)
-    found = {
-        c.curve.run.source + str(c.curve.run.round): c.verdict for c in compare_all(join_curves([good, bad, other]))
-    }
-    assert found == {"f:round0": Verdict.REFERENCE, "f:round1": Verdict.DIFFERENT, "f:ddp" + "None": Verdict.DIFFERENT}
-
-
-def test_rounds_of_other_options_or_on_another_card_are_no_control():
-    base, other = (run(mode, BASE + gap, mode=mode, **GPU) for mode, gap in (("ddp", 0.0), ("fsdp2", 0.03 * STEPPED)))
-    for changed in (dict(command="lit-gpt-dist fit --optim.lr 1e-3"), dict(device="NVIDIA A100-SXM4-80GB")):
-        first, second_round = rounds(0.02, global_batch=16, command="lit-gpt-dist fit")
-        assert second([first, replace(second_round, **changed), base, other])[0] is Verdict.DIFFERENT
-    assert second([*rounds(0.02, global_batch=16, command="lit-gpt-dist fit"), base, other])[0] is Verdict.ROUNDING
