@@ -46,8 +46,7 @@ class FabricLoop:
         sharded = isinstance(fabric.strategy, ModelParallelStrategy)
         with fabric.init_module(empty_init=sharded):  # sharded: on the meta device
             model = GPT(job.config)
-        name = "fsdp2" if sharded else "ddp" if fabric.world_size > 1 else "single"
-        compile_model(model, resolve_compile("auto", fabric.device, name))
+        compile_model(model, resolve_compile("auto", fabric.device, by_block=sharded))
         self.model = fabric.setup_module(model)
         initialize(model, job.seed, assign=fsdp2.assign_shard)
         self.optimizer: Any = fabric.setup_optimizers(

@@ -92,6 +92,7 @@ class ResultsWriter(pl.Callback):
             "bucket_cap_mb": getattr(strategy, "bucket_cap_mb", None),
             "no_sync": getattr(strategy, "no_sync", None),
             "reshard_after_forward": getattr(strategy, "reshard_after_forward", None),
+            "units": getattr(strategy, "units", None),
             "start_s": recorder.start_seconds,
             "paused_s": recorder.paused_seconds,
             "device": device_name(module.device),

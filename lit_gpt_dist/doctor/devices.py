@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 
@@ -75,6 +76,18 @@ def is_visible(gpu: GPU, visible: str | None) -> bool:
 def visible_devices() -> list[GPU]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [gpu for gpu in all_devices()[0] if is_visible(gpu, visible)]
+
+
+def joined_by_nvlink() -> bool:
+    """Whether every pair of this process's devices has NVLink between them; False where that is not known."""
+    try:
+        with management_library() as nvml:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in visible_devices()]
+            kind, joined = nvml.NVML_P2P_CAPS_INDEX_NVLINK, nvml.NVML_P2P_STATUS_OK
+            states = [nvml.nvmlDeviceGetP2PStatus(one, other, kind) for one, other in combinations(handles, 2)]
+            return bool(states) and all(state == joined for state in states)
+    except Exception:  # no driver, no library, or a driver that does not say
+        return False
 
 
 def driver_version() -> tuple[str, int] | None:

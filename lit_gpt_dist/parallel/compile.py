@@ -15,27 +15,24 @@ from lit_gpt_dist.model.gpt import GPT
 Compile = Literal["auto", "none", "blocks", "model"]
 
 
-def resolve_compile(mode: Compile, device: torch.device, strategy: str) -> Literal["none", "blocks", "model"]:
+def resolve_compile(mode: Compile, device: torch.device, by_block: bool) -> Literal["none", "blocks", "model"]:
     """What ``auto`` means.
 
-    Nothing on a CPU, where starting costs more than a small model's run. On a GPU the whole model; blocks where weights
-    are sharded, so that a block's are gathered while another computes.
+    Nothing on a CPU, where starting costs more than a small model's run. On a GPU the whole model; blocks (``by_block``) where a
+    block's weights are gathered while another computes.
     """
     if mode != "auto":
         return mode
     if device.type != "cuda":
         return "none"
-    return "model" if strategy in ("single", "ddp") else "blocks"
+    return "blocks" if by_block else "model"
 
 
 def compile_model(model: GPT, mode: Literal["none", "blocks", "model"]) -> None:
     """Compiles in place: parameters keep their names. Shapes are static: a step's windows always have the same."""
     if mode == "model":
-        torch._dynamo.config.optimize_ddp = True  # cut where a bucket of DDP's is full, so that it can be sent by then
         model.compile(dynamic=False)
     elif mode == "blocks":
-        # a block is cut fine enough already; splitting it by DDP's buckets would only take fusions away
-        torch._dynamo.config.optimize_ddp = False
         for block in model.blocks:
             block.compile(dynamic=False)
         model.readout = torch.compile(model.readout, dynamic=False)  # type: ignore[method-assign]

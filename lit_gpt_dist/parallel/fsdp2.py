@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state in shards, gathered a block at a time (Zhao et al. 2023).
+"""FSDP2: parameters, gradients and optimizer state in shards, gathered a block at a time or at once (Zhao et al. 2023).
 
 Functions on a GPT and a mesh; no Lightning here.
 """
@@ -6,7 +6,7 @@ Functions on a GPT and a mesh; no Lightning here.
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lit_gpt_dist.model.gpt import GPT
@@ -23,13 +23,30 @@ def precision_policy(precision: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(cast_forward_inputs=False)
 
 
-def shard(model: GPT, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool = True) -> None:
-    """Shards ``model`` in place over ``mesh``: each block a unit, then the root with what is left.
+AT_ONCE_BYTES = 2**30  # docs/performance.md, two cards: what is gathered at once, for whom memory is not what matters
+
+
+def gathers_at_once(weight_bytes: int, nvlink: bool) -> bool:
+    """Whether to gather the whole model at once: where that is short and its memory does not matter.
+
+    Over a slow link gathers are hidden better: behind another block's computation, which there is long enough.
+    """
+    return nvlink and weight_bytes <= AT_ONCE_BYTES
+
+
+def shard(
+    model: GPT,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool = True,
+    by_block: bool = True,
+) -> None:
+    """Shards ``model`` in place over ``mesh``: each block a unit, then the root with what is left; or the root with all.
 
     The root (embedding, final norm, head) stays gathered between forward and backward: its backward comes first.
     Call it after recomputation and compilation: hooks must sit outside what they gather for.
     """
-    for block in model.blocks:
+    for block in model.blocks if by_block else ():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
@@ -48,7 +65,8 @@ def release(model: GPT) -> None:
     """Gives gathered weights back. The root's stay gathered after a forward that no backward follows, as in validation:
     whoever changes the shards behind FSDP2's back, as a CUDA graph does, would leave the next forward with old weights."""
     for unit in (model, *model.blocks):
-        unit.reshard()  # type: ignore[operator]
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def set_gradient_sync(model: GPT, synchronise: bool) -> None:

@@ -53,9 +53,16 @@ class DDP(MeshStrategy):
         return {"replicate": self.world_size}
 
     def setup(self, trainer: pl.Trainer) -> None:
-        compiled_whole = getattr(self.lightning_module, "compiled", "none") == "model"
+        compiled = getattr(self.lightning_module, "compiled", "none")
+        compiled_whole = compiled == "model"
         self.bucket_cap_mb = self.bucket_option or (COMPILED_BUCKET_MB if compiled_whole else BUCKET_MB)
         self._ddp_kwargs["bucket_cap_mb"] = self.bucket_cap_mb
+        assert self.lightning_module is not None
+        gradient_bytes = sum(parameter.nbytes for parameter in self.lightning_module.parameters())
+        # a compiled model is cut where a bucket is full, so that it can be sent by then. One bucket needs no cut (torch makes one
+        # after the first MB all the same), and a compiled block is short enough
+        if compiled != "none":
+            torch._dynamo.config.optimize_ddp = compiled_whole and gradient_bytes > self.bucket_cap_mb * 2**20
         one_backward = trainer.datamodule.plan.accumulate == 1  # type: ignore[attr-defined]
         self._ddp_kwargs["static_graph"] = one_backward if self.static_graph is None else self.static_graph
         super().setup(trainer)

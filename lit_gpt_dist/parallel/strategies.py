@@ -1,9 +1,9 @@
 """Lightning strategies: one device, and what the distributed ones share. They place the model and say who shares data; the rest
 is Lightning's. ``replicated.py`` has DDP, ``sharded.py`` FSDP2 and HSDP.
 
-All of them agree on five things the rest of the application relies on: ``data_rank`` and ``data_ranks``; ``build_context``
-and ``place`` for the model; ``compute_dtype``; ``block_backward_sync`` for all micro-batches of a step but the last; and the
-checkpoint folder of ``FolderCheckpoints``.
+All of them agree on five things the rest of the application relies on: ``data_rank`` and ``data_ranks``; ``build_context``,
+``gathers_blocks`` and ``place`` for the model; ``compute_dtype``; ``block_backward_sync`` for all micro-batches of a step but
+the last; and the checkpoint folder of ``FolderCheckpoints``.
 """
 
 from collections.abc import Generator
@@ -85,6 +85,10 @@ class DirectSteps(Strategy):
     def build_context(self) -> AbstractContextManager:
         """Where the GPT is built: here, straight on this rank's device."""
         return self.root_device
+
+    def gathers_blocks(self, model: GPT) -> bool:
+        """Whether the built ``model``'s weights will come and go block by block, so that nothing larger can be compiled."""
+        return False
 
     def place(self, model: GPT, seed: int) -> None:
         """Gives the built ``model`` its place on the devices and its initial weights."""
