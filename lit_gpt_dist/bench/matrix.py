@@ -181,6 +181,13 @@ def _reshard(case: Case, machine: Machine) -> list[Case]:
     return [case.with_strategy_option("reshard_after_forward", False, "reshard_after_forward off")]
 
 
+def _units(case: Case, machine: Machine) -> list[Case]:
+    """Both: which of them a run has anyway, it decides by its model and machine."""
+    if not _has("units")(case, machine):
+        return []
+    return [case.with_strategy_option("units", units, f"units {units}") for units in ("blocks", "model")]
+
+
 def _recompute(case: Case, machine: Machine) -> list[Case]:
     return [dataclasses.replace(case, recompute="full", variant="recompute full")] if case.recompute == "none" else []
 
@@ -208,6 +215,7 @@ ABLATIONS: dict[str, Callable[[Case, Machine], list[Case]]] = {
     "bucket": _buckets,
     "recompute": _recompute,
     "reshard": _reshard,
+    "units": _units,
     "compile": _compile,
     "cuda_graph": _cuda_graph,
     "precision": _precision,

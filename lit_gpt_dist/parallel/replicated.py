@@ -9,9 +9,11 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.parallel.graph import on_side_stream
 from lit_gpt_dist.parallel.strategies import MeshStrategy
 
+MIB = 2**20
 BUCKET_MB, COMPILED_BUCKET_MB = 25.0, 100.0  # the second: docs/performance.md, buckets
 WATCHDOG_SECONDS = 0.25  # more than two looks of NCCL's watchdog
 
@@ -54,18 +56,30 @@ class DDP(MeshStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         compiled = getattr(self.lightning_module, "compiled", "none")
-        compiled_whole = compiled == "model"
-        self.bucket_cap_mb = self.bucket_option or (COMPILED_BUCKET_MB if compiled_whole else BUCKET_MB)
+        self.bucket_cap_mb = self.bucket_option or (COMPILED_BUCKET_MB if compiled == "model" else BUCKET_MB)
         self._ddp_kwargs["bucket_cap_mb"] = self.bucket_cap_mb
-        assert self.lightning_module is not None
-        gradient_bytes = sum(parameter.nbytes for parameter in self.lightning_module.parameters())
-        # a compiled model is cut where a bucket is full, so that it can be sent by then. One bucket needs no cut (torch makes one
-        # after the first MB all the same), and a compiled block is short enough
         if compiled != "none":
-            torch._dynamo.config.optimize_ddp = compiled_whole and gradient_bytes > self.bucket_cap_mb * 2**20
+            torch._dynamo.config.optimize_ddp = compiled == "model" and self._cuts_compiled_model()
         one_backward = trainer.datamodule.plan.accumulate == 1  # type: ignore[attr-defined]
         self._ddp_kwargs["static_graph"] = one_backward if self.static_graph is None else self.static_graph
         super().setup(trainer)
+
+    def _cuts_compiled_model(self) -> bool:
+        """Whether what is compiled is cut where a bucket is full, so that it can be sent by then. One bucket needs no cut (torch makes
+        one after the first MiB all the same), and a compiled block is short enough.
+
+        Raises:
+            UserError: buckets so small that torch refuses to cut.
+        """
+        assert self.lightning_module is not None
+        gradient_bytes = sum(parameter.nbytes for parameter in self.lightning_module.parameters())
+        several = gradient_bytes > self.bucket_cap_mb * MIB
+        if several and self.bucket_cap_mb < 1:
+            raise UserError(
+                f"bucket_cap_mb {self.bucket_cap_mb:g} is below 1, but a model compiled whole is cut at buckets of at least 1 MiB; "
+                "use 1 or more, or --model.compile blocks"
+            )
+        return several
 
     def _setup_model(self, model: nn.Module) -> nn.parallel.DistributedDataParallel:
         """On the stream that its steps will run on: DDP keeps autograd nodes, and those keep the stream they were made on.

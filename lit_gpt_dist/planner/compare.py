@@ -131,6 +131,7 @@ def job_of(line: dict[str, Any], calibration: Calibration | None, link: Link) ->
         execution=execution_of(line),
         no_sync=line.get("no_sync") is not False,
         reshard_after_forward=line.get("reshard_after_forward") is not False,
+        units="model" if line.get("units") == "model" else "blocks",
         bucket_bytes=float(line.get("bucket_cap_mb") or 0) * MIB or None,
         calibration=calibration,
     )

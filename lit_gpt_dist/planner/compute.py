@@ -122,6 +122,14 @@ def accumulation_seconds(gradient_bytes: float, copy_bandwidth: float) -> float:
     return 3 * gradient_bytes / copy_bandwidth
 
 
+BLOCK_TENSORS = 6  # parameters of a block: four matrices and two norms
+
+
+def bucket_seconds(gradient_bytes: float, layers: int, rates: Rates) -> float:
+    """DDP copies gradients into its buckets, one by one: a read and a write, and a kernel for each."""
+    return 2 * gradient_bytes / rates.copy_bandwidth + BLOCK_TENSORS * layers * rates.kernel_seconds
+
+
 def optimizer_seconds(parameters: float, state_bytes: float, weight_bytes: float, copy_bandwidth: float) -> float:
     """Clipping reads, then scales the gradients; a fused optimizer reads all state and writes weights and moments.
 

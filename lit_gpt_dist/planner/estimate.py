@@ -9,11 +9,10 @@ from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.flops import flops_per_token, model_flops_utilization
 from lit_gpt_dist.planner import compute, time
 from lit_gpt_dist.planner.footprint import Footprint, footprint, strategy_widths
-from lit_gpt_dist.planner.hardware import PCIE_BANDWIDTH
 from lit_gpt_dist.planner.job import Job
-from lit_gpt_dist.planner.layout import NOT_TRAINABLE, Layout, layout
+from lit_gpt_dist.planner.layout import NOT_TRAINABLE, SHARDED, Layout, layout
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
-from lit_gpt_dist.planner.traffic import communication_seconds, exposed_of, sent_bytes
+from lit_gpt_dist.planner.traffic import communication_seconds, exposed_of, gathers_per_step, sent_bytes
 
 # Over NVLink the collectives' kernels take processors, memory bandwidth and power from whatever runs beside them. On two H200s steps
 # of four models became longer by all of their communication, 0.8 to 1.2 times (docs/plan.md); slower links were not measured.
@@ -116,11 +115,13 @@ def optimizer_step_seconds(job: Job, plan: Layout) -> float:
 
 
 def rank_seconds(job: Job, plan: Layout, accumulate: int) -> float | None:
-    """All that one rank computes in a step: micro-batches, adding up their gradients, the update; None where unknown."""
+    """All that one rank computes in a step: micro-batches, adding up their gradients, packing what is sent, the update; None where
+    unknown."""
     micro = micro_compute_seconds(job, plan)
     if micro is None:
         return None
-    return accumulate * micro + (accumulate - 1) * adding_up_seconds(job, plan) + optimizer_step_seconds(job, plan)
+    adding_up = (accumulate - 1) * adding_up_seconds(job, plan)
+    return accumulate * micro + adding_up + packing_seconds(job, plan, accumulate) + optimizer_step_seconds(job, plan)
 
 
 def adding_up_seconds(job: Job, plan: Layout) -> float:
@@ -130,6 +131,21 @@ def adding_up_seconds(job: Job, plan: Layout) -> float:
     own = job.model.parameters() / (plan.tensor * plan.stages)
     gradients = own * state_bytes_per_parameter(job.precision, job.optimizer).gradients
     return compute.accumulation_seconds(gradients, rates.copy_bandwidth)
+
+
+def packing_seconds(job: Job, plan: Layout, accumulate: int) -> float:
+    """Of a step's gradients into the buffers that are reduced and, under FSDP2, of gathered weights out of theirs. Nothing under an
+    assumed MFU, which is one of whole steps."""
+    if (rates := job.rates) is None or plan.data_ranks == 1:
+        return 0.0
+    parameters = job.model.parameters() / (plan.tensor * plan.stages)
+    width = state_bytes_per_parameter(job.precision, job.optimizer).gradients
+    reductions = 1 if job.no_sync else accumulate
+    if plan.strategy not in SHARDED:
+        return reductions * compute.bucket_seconds(parameters * width, job.model.layers, rates)
+    own = strategy_widths(job, plan).compute
+    unpacked = gathers_per_step(job, plan, accumulate) * 2 * own  # read and written
+    return parameters * (unpacked + reductions * (own + width)) / rates.copy_bandwidth
 
 
 def step_times(job: Job, plan: Layout, accumulate: int) -> Times | None:
@@ -149,8 +165,7 @@ def step_times(job: Job, plan: Layout, accumulate: int) -> Times | None:
 def slowed_seconds(job: Job, hidden: float) -> float:
     """What communication takes from the compute that it hides behind. Nothing under an assumed MFU, which is one of whole
     steps."""
-    fast = (job.slowest_link.bandwidth or 0.0) > PCIE_BANDWIDTH["pcie5"]
-    return HIDDEN_COST * hidden if fast and job.rates else 0.0
+    return HIDDEN_COST * hidden if job.slowest_link.is_fast and job.rates else 0.0
 
 
 def scaling_efficiency(job: Job, plan: Layout, accumulate: int, times: Times | None) -> float | None:

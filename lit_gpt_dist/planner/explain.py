@@ -13,14 +13,21 @@ from lit_gpt_dist.planner.estimate import (
     adding_up_seconds,
     micro_compute_seconds,
     optimizer_step_seconds,
+    packing_seconds,
 )
-from lit_gpt_dist.planner.footprint import KINDS, block_parameters, root_parameters, strategy_widths
+from lit_gpt_dist.planner.footprint import KINDS, block_parameters, gathers_at_once, root_parameters, strategy_widths
 from lit_gpt_dist.planner.hardware import GIB, MIB
 from lit_gpt_dist.planner.job import Job
 from lit_gpt_dist.planner.layout import SHARDED
 from lit_gpt_dist.planner.limits import largest_micro_batch
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
-from lit_gpt_dist.planner.traffic import CommunicationParts, communication_seconds, exposed_of, last_bucket_bytes
+from lit_gpt_dist.planner.traffic import (
+    CommunicationParts,
+    communication_seconds,
+    exposed_of,
+    gathers_per_step,
+    last_bucket_bytes,
+)
 
 
 def explain(job: Job, found: Estimate, figure: str) -> list[str]:
@@ -57,7 +64,9 @@ def state(kind: str) -> Callable[[Job, Estimate], list[str]]:
 def copies(job: Job, found: Estimate) -> list[str]:
     assert found.footprint
     width = strategy_widths(job, found.layout).compute
-    if found.strategy in SHARDED:
+    if gathers_at_once(job, found.layout):
+        text = f"{width} bytes × all {job.model.parameters():,} parameters, gathered at once"
+    elif found.strategy in SHARDED:
         root, block = root_parameters(job.model), block_parameters(job.model)
         text = f"{width} bytes × (root {root:,.0f} + gathered blocks of {block:,.0f} parameters)"
     else:
@@ -118,7 +127,7 @@ def sent(job: Job, found: Estimate) -> list[str]:
     if found.strategy in SHARDED:
         shards = found.layout.weight_shards
         gathers = f"2 gathers × {width} bytes × {found.accumulate} micro-batches"
-        if not job.reshard_after_forward:
+        if gathers_per_step(job, found.layout, found.accumulate) == 1:
             gathers = f"1 gather × {width} bytes"
         reductions = 1 if job.no_sync else found.accumulate
         formula = (
@@ -152,7 +161,11 @@ def compute_lines(job: Job, found: Estimate) -> list[str]:
     lines.append(f"  = {micro * 1e3:.2f} ms a micro-batch; × accumulate {found.accumulate}")
     if job.rates:
         adding = f"{found.accumulate - 1} × {adding_up_seconds(job, found.layout) * 1e3:.2f} ms (gradients read twice, written once)"
-        lines.append(f"adding up: {adding}; the update: {optimizer_step_seconds(job, found.layout) * 1e3:.2f} ms")
+        packing = packing_seconds(job, found.layout, found.accumulate) * 1e3
+        update = optimizer_step_seconds(job, found.layout) * 1e3
+        lines.append(
+            f"adding up: {adding}; into and out of what is sent: {packing:.2f} ms; the update: {update:.2f} ms"
+        )
     lines.append(f"  = {found.times.compute * 1e3:.2f} ms a step")
     return lines
 
@@ -169,6 +182,10 @@ def communication_lines(job: Job, found: Estimate) -> list[str]:
         ", the larger of what backward (a gather: forward) is too short for and what is never hidden; "
         f"{ideally_exposed * 1e3:.2f} ms if all could overlap"
     )
+    behind = time.BACKWARD_SHARE * micro * 1e3
+    hidden = [f"hidden behind backward: up to {time.BACKWARD_SHARE:.2f} × {micro * 1e3:.2f} ms = {behind:.2f} ms"]
+    if gathers_at_once(job, found.layout):
+        how, hidden = "", []
     if found.layout.data_ranks == 1:
         how = ""
     return [
@@ -176,7 +193,7 @@ def communication_lines(job: Job, found: Estimate) -> list[str]:
         f"once a step {parts.step * 1e3:.2f} ms; a micro-batch: gather {parts.gather * 1e3:.2f}, reduction {parts.reduce * 1e3:.2f}, "
         f"in the way {parts.blocking * 1e3:.2f} ms",
         f"all of it: {found.times.communication * 1e3:.2f} ms",
-        f"hidden behind backward: up to {time.BACKWARD_SHARE:.2f} × {micro * 1e3:.2f} ms = {time.BACKWARD_SHARE * micro * 1e3:.2f} ms",
+        *hidden,
         *never_hidden(job, found, parts),
         f"exposed: {found.times.exposed * 1e3:.2f} ms{how}",
         *slowed_lines(found),
@@ -196,6 +213,10 @@ def never_hidden(job: Job, found: Estimate, parts: CommunicationParts) -> list[s
     """What starts when there is nothing left to compute, or must end before anything can be."""
     if found.layout.data_ranks == 1:
         return []
+    if gathers_at_once(job, found.layout):
+        return [
+            f"never hidden: all of it, gathered at once ({parts.gather * 1e3:.2f} ms) and reduced when backward has ended"
+        ]
     if found.strategy in SHARDED:
         root, block = root_parameters(job.model), block_parameters(job.model)
         lines = [

@@ -23,7 +23,7 @@ from lit_gpt_dist.planner.activations import (
     logit_bytes,
 )
 from lit_gpt_dist.planner.activations import widths as value_widths
-from lit_gpt_dist.planner.job import Job
+from lit_gpt_dist.planner.job import AT_ONCE_BYTES, Job
 from lit_gpt_dist.planner.layout import SHARDED, Layout
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
 
@@ -84,7 +84,7 @@ def moment_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> dict[s
     if moment == "loss":
         each = logit_bytes(strategy_widths(job, plan), job.execution != "eager", job.autocast)
         kinds["logits"] = job.micro_batch * job.context * job.model.vocab_size * each / plan.tensor
-    kinds["buffers"] = buffer_bytes(job, plan, moment)
+    kinds["buffers"] = buffer_bytes(job, plan, moment, accumulate)
     kinds["workspace"] = BLAS_HANDLES * job.device.workspace_bytes
     return kinds
 
@@ -102,6 +102,15 @@ def gradient_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> floa
     return width * head if moment == "backward" and plan.stages == 1 else 0.0
 
 
+def gathers_at_once(job: Job, plan: Layout) -> bool:
+    """Whether a sharded strategy gathers the whole model at once, as ``parallel/sharded.py`` decides."""
+    if plan.strategy not in SHARDED or job.units != "auto":
+        return plan.strategy in SHARDED and job.units == "model"
+    inside = plan.strategy == "hsdp" or job.nodes == 1
+    size = strategy_widths(job, plan).compute * job.model.parameters()
+    return inside and job.link.is_fast and size <= AT_ONCE_BYTES
+
+
 def copy_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
     """16-bit copies of weights, or under FSDP2 the gathered units (whole weights whatever the precision).
 
@@ -111,6 +120,8 @@ def copy_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
     """
     width = strategy_widths(job, plan)
     if plan.strategy in SHARDED:
+        if gathers_at_once(job, plan):
+            return width.compute * job.model.parameters()
         units = GATHERED_UNITS if job.reshard_after_forward or moment == "end" else job.model.layers
         return width.compute * (root_parameters(job.model) + units * block_parameters(job.model))
     if job.precision != "bf16-mixed":
@@ -153,15 +164,20 @@ def passing_bytes(config: GPTConfig, width: Widths) -> float:
     return width.residual * config.width + width.compute * wide
 
 
-def buffer_bytes(job: Job, plan: Layout, moment: str) -> float:
+def buffer_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
     """Communication buffers beside gradients: FSDP2's gather and reduction of one unit.
 
     Before the end a gather's flat output exists beside the unit it fills; at the end the root's whole gradients, in
-    compute type and copied in fp32 for the reduction.
+    compute type and copied in fp32 for the reduction. The flat output of the only unit, which no other gather follows, lives
+    until the first backward has ended.
     """
     if plan.strategy not in SHARDED:
         return 0.0
     width = strategy_widths(job, plan)
+    if gathers_at_once(job, plan):
+        flat = width.compute if accumulate == 1 else 0
+        reduced = width.compute + FP32_BYTES if moment == "end" else 0
+        return (flat + reduced) * job.model.parameters()
     if moment != "end":
         return width.compute * block_parameters(job.model)
     unit = max(root_parameters(job.model), block_parameters(job.model))

@@ -101,6 +101,11 @@ class Link:
     curve: tuple[tuple[float, float], ...] = ()
     gathers: tuple[tuple[float, float], ...] = ()
 
+    @property
+    def is_fast(self) -> bool:
+        """NVLink, by its name or by being faster than any PCIe."""
+        return self.kind == "nvlink" or (self.bandwidth or 0.0) > PCIE_BANDWIDTH["pcie5"]
+
     def bandwidth_at(self, message_bytes: float) -> float | None:
         """Bus bandwidth for messages of a size: between measured points straight in size, beyond them the end's."""
         return _on_curve(self.curve, message_bytes) if self.curve else self.bandwidth

@@ -11,12 +11,14 @@ from lit_gpt_dist.planner.hardware import GIB, UNKNOWN_LINK, Device, Link
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 Execution = Literal["eager", "compiled", "graph"]
+Units = Literal["auto", "blocks", "model"]
 
 ASSUMED_MFU = (
     0.40  # published runs of 0.1–8B models on A100 and H100 reach 0.39–0.50; a starting point, not a prediction
 )
 # parallel/replicated.py: torch.nn.parallel.DistributedDataParallel's default bucket_cap_mb, and ours for a model compiled whole
 DDP_BUCKET_BYTES, COMPILED_BUCKET_BYTES = 25.0 * 2**20, 100.0 * 2**20
+AT_ONCE_BYTES = 2.0**30  # parallel/fsdp2.py: up to here fsdp2 gathers the whole model at once, over NVLink
 RESERVE_GIB = 2.0  # of a card: CUDA context, NCCL's buffers, fragmentation
 
 
@@ -40,6 +42,7 @@ class Job:
     overlap: bool = True
     no_sync: bool = True
     reshard_after_forward: bool = True
+    units: Units = "auto"  # what fsdp2 and hsdp gather at a time
     autocast: bool = False  # 16 bits in products only, as 16-mixed and other loops have it; FSDP2 never has
     mfu: float = ASSUMED_MFU
     reserve_bytes: float = RESERVE_GIB * GIB

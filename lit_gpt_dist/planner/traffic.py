@@ -1,18 +1,19 @@
 """What one rank sends in a step under a strategy, how long that takes, and what of it overlap leaves exposed.
 
-Three pieces can never be hidden, because nothing is left to compute beside them:
+Some pieces can never be hidden, because nothing is left to compute beside them:
 
 * DDP reduces its last bucket when backward has ended. It holds the parameters used first, so the token embedding's whole
   gradient (a bucket takes whole parameters), and has at least ``Job.bucket`` where there is as much;
 * FSDP2 gathers the root unit (embeddings, head, final norm) and the first block before anything computes;
-* FSDP2 reduce-scatters the root unit, whose embedding is used first, when backward has ended.
+* FSDP2 reduce-scatters the root unit, whose embedding is used first, when backward has ended;
+* as one unit, it gathers before and reduce-scatters after everything.
 """
 
 from dataclasses import dataclass
 
 from lit_gpt_dist.planner import communication as comm
 from lit_gpt_dist.planner import time
-from lit_gpt_dist.planner.footprint import block_parameters, root_parameters, strategy_widths
+from lit_gpt_dist.planner.footprint import block_parameters, gathers_at_once, root_parameters, strategy_widths
 from lit_gpt_dist.planner.job import Job
 from lit_gpt_dist.planner.layout import SHARDED, Layout
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
@@ -40,7 +41,8 @@ def communication_seconds(job: Job, plan: Layout) -> CommunicationParts | None:
         return CommunicationParts()
     gradient = state_bytes_per_parameter(job.precision, job.optimizer).gradients
     parameters = job.model.parameters() / (plan.tensor * plan.stages)
-    unit = parameters / job.model.layers * strategy_widths(job, plan).compute
+    pieces = 1 if gathers_at_once(job, plan) else job.model.layers
+    unit = parameters / pieces * strategy_widths(job, plan).compute
     inside, across = job.link.bandwidth_at(unit), job.slowest_link.bandwidth_at(job.bucket)
     if across is None or inside is None:
         return None
@@ -74,6 +76,8 @@ def sharded_seconds(job: Job, plan: Layout, within: float, across: float) -> Com
     gather = comm.all_gather_seconds(parameters * strategy_widths(job, plan).compute, ranks, within)
     reduce = comm.reduce_scatter_seconds(parameters * gradient, ranks, within)
     step = comm.all_reduce_seconds(parameters * gradient / ranks, plan.data_ranks // ranks, across)
+    if gathers_at_once(job, plan):  # then nothing is left to compute beside it
+        return CommunicationParts(step, gather, reduce, first_gather=gather, last_step=step, last_reduce=reduce)
     root = root_parameters(job.model) / parameters
     first = root + block_parameters(job.model) / parameters
     return CommunicationParts(
@@ -87,10 +91,10 @@ def exposed_of(job: Job, plan: Layout, accumulate: int, micro: float, parts: Com
     backward = time.BACKWARD_SHARE * micro
     once = time.exposed_seconds(parts.step, backward, parts.last_step)
     if plan.strategy in SHARDED:
-        gathers = gathers_per_step(job, accumulate)
+        gathers = gathers_per_step(job, plan, accumulate)
         total = gathers * parts.gather + reductions * parts.reduce + parts.step
         return total, once + sum(
-            sharded_exposed(job, micro, parts, gathers >= accumulate or i == 0, reductions == accumulate or i == 0)
+            sharded_exposed(micro, parts, _gathers_of(i, gathers, accumulate), reductions == accumulate or i == 0)
             for i in range(accumulate)
         )
     if plan.strategy == "zero2":
@@ -102,18 +106,23 @@ def exposed_of(job: Job, plan: Layout, accumulate: int, micro: float, parts: Com
     return total, reductions * once + accumulate * parts.blocking
 
 
-def gathers_per_step(job: Job, accumulate: int) -> int:
+def gathers_per_step(job: Job, plan: Layout, accumulate: int) -> int:
     """Of the weights under FSDP2: for each forward and backward, or once where they are kept for the step."""
-    return 2 * accumulate if job.reshard_after_forward else 1
+    return 2 * accumulate if job.reshard_after_forward and not gathers_at_once(job, plan) else 1
 
 
-def sharded_exposed(job: Job, micro: float, parts: CommunicationParts, gathers: bool, reduces: bool) -> float:
-    """Of one micro-batch under FSDP2, which gathers and reduces, or does not."""
+def _gathers_of(index: int, gathers: int, accumulate: int) -> int:
+    """Of a step's ``gathers``, those of one micro-batch: all have as many, or the first has the only one."""
+    return gathers // accumulate if gathers >= accumulate else int(index == 0)
+
+
+def sharded_exposed(micro: float, parts: CommunicationParts, gathers: int, reduces: bool) -> float:
+    """Of one micro-batch under FSDP2, with 0, 1 or 2 gathers, which reduces or does not."""
     return time.fsdp_exposed_seconds(
         micro,
         parts.gather if gathers else 0.0,
         parts.reduce if reduces else 0.0,
-        2 if job.reshard_after_forward else 1,
+        gathers,
         parts.first_gather if gathers else 0.0,
         parts.last_reduce if reduces else 0.0,
     )
@@ -125,7 +134,7 @@ def sent_bytes(job: Job, plan: Layout, accumulate: int, no_sync: bool) -> float:
     parameters = job.model.parameters() / (plan.tensor * plan.stages)
     if plan.strategy in SHARDED:
         width, shards = strategy_widths(job, plan).compute, plan.weight_shards
-        gathers = gathers_per_step(job, accumulate) / accumulate
+        gathers = gathers_per_step(job, plan, accumulate) / accumulate
         sharded = comm.fsdp_bytes(parameters, shards, width, gradient, accumulate, no_sync, gathers)
         return sharded + comm.ddp_bytes(parameters / shards, plan.data_ranks // shards, gradient, accumulate, no_sync)
     if plan.strategy == "zero2":

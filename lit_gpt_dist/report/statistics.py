@@ -62,6 +62,8 @@ def describe_options(run: Run) -> str:
         parts.append(compiled)
     if run.variant:
         return ", ".join([*parts, run.variant])
+    if gathered_at_once(run):
+        parts.append("units model")
     if not has_usual_bucket(run):
         parts.append(f"bucket {run.bucket_cap_mb:g} MB")
     return ", ".join([*parts, *switched_off(run)])
@@ -71,6 +73,11 @@ def has_usual_bucket(run: Run) -> bool:
     """Whether the size of ddp's buckets is what it is by default."""
     usual = COMPILED_BUCKET_BYTES if run.compile == "model" else DDP_BUCKET_BYTES
     return run.bucket_cap_mb in (None, usual / MIB)
+
+
+def gathered_at_once(run: Run) -> bool:
+    """Whether fsdp2 gathered the whole model at once, instead of block by block."""
+    return run.record.get("units") == "model"
 
 
 def switched_off(run: Run) -> list[str]:
@@ -102,6 +109,7 @@ def case_key(run: Run) -> tuple:
         run.global_batch,
         run.bucket_cap_mb,
         run.variant,
+        gathered_at_once(run),
         *switched_off(run),
     )
 

@@ -9,7 +9,7 @@ from helpers.training import worst
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 FIELDS = (
     "tag mode size world accum micro global_batch context step_ms tok_s mem_gib host_gib losses start val_loss seed precision "
-    "recompute bucket_cap_mb params tokens_per_step mfu mfu_half_attention device corpus corpus_hash git_revision versions "
+    "recompute bucket_cap_mb units params tokens_per_step mfu mfu_half_attention device corpus corpus_hash git_revision versions "
     "time command"
 )
 

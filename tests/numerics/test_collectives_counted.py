@@ -78,7 +78,7 @@ def test_ddp_adds_gradients_up_within_its_buckets() -> None:
 def per_step() -> dict[str, list[dict[str, float]]]:
     """Per strategy: collectives a step without accumulation, with 4 micro-batches, and those without ``no_sync``."""
     runs = []
-    for strategy, options in (("ddp", dict(bucket_cap_mb=0.1)), ("fsdp2", {})):
+    for strategy, options in (("ddp", dict(bucket_cap_mb=0.1)), ("fsdp2", {}), ("fsdp2", dict(units="model"))):
         straight = ONE.on(strategy, 2, strategy_options=options)
         runs += [
             straight,
@@ -87,7 +87,7 @@ def per_step() -> dict[str, list[dict[str, float]]]:
         ]
     found = on_ranks(2, counts, runs)
     assert found[0] == found[1], "ranks issue the same collectives"
-    return {"ddp": found[0][:3], "fsdp2": found[0][3:]}
+    return {"ddp": found[0][:3], "fsdp2": found[0][3:6], "one unit": found[0][6:]}
 
 
 def test_hsdp_reduces_each_unit_once_per_step_within_a_group_and_once_across_at_accumulate_4() -> None:
@@ -115,11 +115,20 @@ def test_fsdp2_reduce_scatters_each_unit_once_per_step_at_accumulate_4(
     assert every_micro_batch == {"reduce-scatter": 4 * UNITS} | norm
 
 
+def test_fsdp2_as_one_unit_reduces_all_gradients_in_one_piece(per_step: dict[str, list[dict[str, float]]]) -> None:
+    straight, accumulated, every_micro_batch = per_step["one unit"]
+    norm = {"all-reduce": 1}
+    assert straight == accumulated == {"reduce-scatter": 1} | norm
+    assert every_micro_batch == {"reduce-scatter": 4} | norm
+
+
 def test_fsdp2_gathers_weights_once_a_step_where_they_are_kept() -> None:
     given_back = ONE.on("fsdp2", 2, micro_batch=2)
     kept = given_back.on("fsdp2", 2, strategy_options=dict(reshard_after_forward=False))
-    twice, once = on_ranks(2, counts, [given_back, kept], GATHERS)[0]
-    print(f"fsdp2 at accumulate 4: {twice} a step, {once} where weights are kept")
+    at_once = given_back.on("fsdp2", 2, strategy_options=dict(units="model"))
+    twice, once, whole = on_ranks(2, counts, [given_back, kept, at_once], GATHERS)[0]
+    print(f"fsdp2 at accumulate 4: {twice} a step, {once} where weights are kept, {whole} as one unit")
     assert once == {"all-gather": UNITS}
+    assert whole == {"all-gather": 1}
     # the root is kept until backward in any case; the last block may still be there when backward begins
     assert 4 * (2 * UNITS - 2) <= twice["all-gather"] <= 4 * (2 * UNITS - 1)

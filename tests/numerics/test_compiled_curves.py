@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.ranks import on_ranks
 from helpers.training import Run, build, losses
 
 import lit_gpt_dist.module
@@ -34,6 +35,43 @@ def test_a_compiled_run_follows_the_eager_curve_without_compiling_again(mode: st
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     # a block's graph serves both blocks; validation runs eagerly
     assert graphs == {"model": 1, "blocks": 2}[mode]
+
+
+def compiled_whole(run: Run) -> tuple[list[float], int, bool]:
+    """The curve, the graphs that were compiled, and whether they are cut where a bucket of DDP's is full."""
+    torch._dynamo.utils.counters.clear()
+    found = losses(run)
+    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"], bool(torch._dynamo.config.optimize_ddp)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("strategy", "options", "cut"),
+    [("fsdp2", dict(units="model"), None), ("ddp", {}, False), ("ddp", dict(bucket_cap_mb=1), True)],
+)
+def test_a_model_compiled_whole_on_two_ranks_follows_the_eager_curve(
+    strategy: str, options: dict, cut: bool | None
+) -> None:
+    one = Run(steps=6, micro_batch=8, model=SMALL | dict(width=128))  # 1.6 MiB of gradients
+    run = one.on(strategy, 2, strategy_options=options, model=one.model | dict(compile="model"))
+    eager = losses(one)
+    for found, graphs, cuts in on_ranks(2, compiled_whole, run):
+        assert max(abs(a - b) for a, b in zip(eager, found, strict=True)) <= 1e-5
+        assert graphs == 1, "gathered at once, nothing comes between"
+        assert cut is None or cuts == cut, "one bucket needs no cut"
+
+
+def refusal(run: Run) -> str:
+    with pytest.raises(UserError) as caught:
+        losses(run)
+    return str(caught.value)
+
+
+def test_buckets_too_small_to_cut_a_compiled_model_are_refused() -> None:
+    run = Run(steps=1, model=SMALL | dict(compile="model")).on("ddp", 2, strategy_options=dict(bucket_cap_mb=0.1))
+    for told in on_ranks(2, refusal, run):
+        assert "bucket_cap_mb 0.1 is below 1" in told
+        assert "--model.compile blocks" in told
 
 
 def test_a_graph_that_cannot_be_recorded_is_refused_with_the_reason() -> None:

@@ -24,12 +24,15 @@ RUNS = {
         ONE.on("fsdp2", 2, recompute="full"),
         ONE.on("ddp", 2, micro_batch=8),
         ONE.on("fsdp2", 2, micro_batch=2, strategy_options=dict(reshard_after_forward=False)),
+        ONE.on("fsdp2", 2, micro_batch=2, strategy_options=dict(units="model")),
+        ONE.on("fsdp2", 2, recompute="full", strategy_options=dict(units="model")),
     ],
     4: [
         ONE.on("ddp", 4),
         ONE.on("fsdp2", 4),
         ONE.on("fsdp2", 4, micro_batch=1),
         ONE.on("hsdp", 4, micro_batch=2, strategy_options=dict(shard_ranks=2)),
+        ONE.on("hsdp", 4, micro_batch=2, strategy_options=dict(shard_ranks=2, units="model")),
     ],
     3: [ON_THREE.on("ddp", 3), ON_THREE.on("fsdp2", 3)],
 }

@@ -2,12 +2,14 @@
 
 import torch
 from helpers.ranks import on_ranks
+from helpers.training import Run, build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_gpt_dist.optim.groups import LocalAdamW
+from lit_gpt_dist.parallel.fsdp2 import AT_ONCE_BYTES, gathers_at_once
 
 WHOLE = (64, 16)
 RATE = 1e-2
@@ -41,6 +43,22 @@ def updated() -> tuple[torch.Tensor, set[int], bool]:
             optimizer.step()
     sharded = isinstance(optimizer.state[weight]["exp_avg"], DTensor)
     return weight.detach().full_tensor(), sizes.seen, sharded
+
+
+def test_what_is_gathered_at_once_is_small_and_gathered_over_nvlink() -> None:
+    assert gathers_at_once(AT_ONCE_BYTES, nvlink=True)
+    assert not gathers_at_once(AT_ONCE_BYTES + 1, nvlink=True)
+    assert not gathers_at_once(1, nvlink=False)
+
+
+def units_of(run: Run) -> str:
+    trainer, module, data = build(run)
+    trainer.fit(module, datamodule=data)
+    return trainer.strategy.units  # type: ignore[attr-defined]
+
+
+def test_left_open_what_is_gathered_is_decided_when_the_model_is_built() -> None:
+    assert on_ranks(2, units_of, Run(steps=1).on("fsdp2", 2)) == ["blocks", "blocks"], "a CPU has no NVLink"
 
 
 def test_an_update_of_sharded_parameters_is_given_this_ranks_part_only() -> None:

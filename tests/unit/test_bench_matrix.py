@@ -17,7 +17,7 @@ from lit_gpt_dist.parallel.sharded import FSDP2
 STRATEGIES = {
     "single": frozenset[str](),
     "ddp": frozenset({"bucket_cap_mb", "no_sync"}),
-    "fsdp2": frozenset({"reshard_after_forward", "no_sync"}),
+    "fsdp2": frozenset({"reshard_after_forward", "no_sync", "units"}),
 }
 CPU = Machine(None, STRATEGIES)
 ONE_CARD = Machine(1, STRATEGIES)
@@ -120,6 +120,7 @@ def test_every_ablation_turns_one_switch_of_the_cases_that_have_it():
     assert ("ddp", "overlap off") in variants
     assert ("fsdp2", "overlap off") not in variants
     assert ("fsdp2", "reshard_after_forward off") in variants
+    assert {v for s, v in variants if v.startswith("units")} == {"units blocks", "units model"}
     assert {v for s, v in variants if v.startswith("bucket")} == {"bucket 1 MB", "bucket 5 MB", "bucket 100 MB"}
     assert {
         ("ddp", "recompute full"),

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -29,6 +30,47 @@ def gpu(**changes) -> GPU:
 
 def lights(checks: list[Check]) -> dict[str, Light]:
     return {check.name: check.light for check in checks}
+
+
+# ---- NVLink ----------------------------------------------------------------------------------------------------------
+
+
+class PlayedLibrary:
+    """NVML of a machine where some pairs of devices have NVLink."""
+
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, NVML_P2P_STATUS_NOT_SUPPORTED = 2, 0, 5
+
+    def __init__(self, joined: set[tuple[int, int]]) -> None:
+        self.joined = joined
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetP2PStatus(self, one: int, other: int, kind: int) -> int:
+        assert kind == self.NVML_P2P_CAPS_INDEX_NVLINK
+        return self.NVML_P2P_STATUS_OK if (one, other) in self.joined else self.NVML_P2P_STATUS_NOT_SUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("visible", "joined", "found"),
+    [
+        ((0, 1), {(0, 1)}, True),
+        ((0, 1, 2), {(0, 1), (0, 2), (1, 2)}, True),
+        ((0, 1, 2, 3), {(0, 1), (2, 3)}, False),  # bridged pairs: a ring crosses PCIe
+        ((0, 1), set(), False),
+        ((0,), set(), False),
+    ],
+)
+def test_devices_are_joined_by_nvlink_where_every_pair_is(monkeypatch, visible, joined, found):
+    monkeypatch.setattr(devices, "management_library", lambda: nullcontext(PlayedLibrary(joined)))
+    monkeypatch.setattr(devices, "visible_devices", lambda: [gpu(index=index) for index in visible])
+    assert devices.joined_by_nvlink() is found
+
+
+def test_a_driver_that_does_not_say_is_taken_for_one_without_nvlink(monkeypatch):
+    monkeypatch.setattr(devices, "management_library", lambda: nullcontext(object()))
+    monkeypatch.setattr(devices, "visible_devices", lambda: [gpu(index=0), gpu(index=1)])
+    assert devices.joined_by_nvlink() is False
 
 
 # ---- GPUs -----------------------------------------------------------------------------------------------------------

@@ -9,12 +9,13 @@ from lit_gpt_dist.model.config import preset
 from lit_gpt_dist.planner.advice import advise
 from lit_gpt_dist.planner.estimate import estimate, micro_compute_seconds
 from lit_gpt_dist.planner.explain import FIGURES, explain
+from lit_gpt_dist.planner.footprint import gathers_at_once, moment_bytes
 from lit_gpt_dist.planner.hardware import DEVICES, GIB, Device, Link, link_by_name
 from lit_gpt_dist.planner.inference import cache_bytes_per_token, plan_inference, weight_bytes
-from lit_gpt_dist.planner.job import Job
+from lit_gpt_dist.planner.job import AT_ONCE_BYTES, Job
 from lit_gpt_dist.planner.layout import NOT_TRAINABLE, STRATEGIES, layout
 from lit_gpt_dist.planner.limits import largest_dividing_micro_batch, largest_micro_batch, largest_model_parameters
-from lit_gpt_dist.planner.traffic import communication_seconds, last_bucket_bytes
+from lit_gpt_dist.planner.traffic import communication_seconds, last_bucket_bytes, sent_bytes
 
 H100 = DEVICES["h100"]
 NVLINK = link_by_name("nvlink", H100)
@@ -90,6 +91,39 @@ def test_the_planned_bucket_is_the_one_that_fit_takes():
 
     assert job(execution="eager").bucket == BUCKET_MB * 2**20
     assert job(execution="graph").bucket == COMPILED_BUCKET_MB * 2**20
+
+
+def at_once(**changes) -> bool:
+    asked = job(**changes)
+    return gathers_at_once(asked, layout(asked, "fsdp2"))
+
+
+def test_the_planner_gathers_at_once_what_fit_does():
+    from lit_gpt_dist.parallel import fsdp2
+
+    assert AT_ONCE_BYTES == fsdp2.AT_ONCE_BYTES
+    assert at_once(size="gpt2-124m")
+    assert not at_once(size="big"), "its weights take more than a GiB"
+    assert at_once(size="big", units="model")
+    assert not at_once(size="gpt2-124m", units="blocks")
+    assert not at_once(size="gpt2-124m", link=PCIE), "where gathers take long they are hidden"
+    assert not at_once(size="gpt2-124m", nodes=2, node_link=PCIE)
+
+
+def test_what_is_gathered_at_once_is_not_hidden_and_lies_in_memory_whole():
+    blocks, whole = job(units="blocks"), job(units="model")
+    plan = layout(whole, "fsdp2")
+    parts, parameters = communication_seconds(whole, plan), whole.model.parameters()
+    assert exposed("fsdp2", units="model") == pytest.approx(parts.gather + parts.reduce)
+    assert sent_bytes(whole, plan, 4, True) == pytest.approx(
+        parameters * (2 + 4) * (plan.weight_shards - 1) / plan.weight_shards
+    )
+    assert sent_bytes(whole, plan, 4, True) < sent_bytes(blocks, plan, 4, True)
+    assert moment_bytes(whole, plan, 1, "loss")["copies"] == 2 * parameters
+    assert moment_bytes(whole, plan, 1, "loss")["buffers"] == 2 * parameters, (
+        "what came in one piece, until backward has ended"
+    )
+    assert moment_bytes(whole, plan, 4, "loss")["buffers"] == 0
 
 
 def test_fsdp2_never_hides_its_first_gather_and_its_last_reduction():

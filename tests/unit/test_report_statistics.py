@@ -77,6 +77,12 @@ def test_runs_of_fit_that_differ_in_a_switch_are_no_rounds_of_one_case(switch):
     }
 
 
+def test_the_whole_model_gathered_at_once_and_block_by_block_are_two_cases():
+    lines = [run("fsdp2", 2, tok_s=rate, record={"units": units}) for rate, units in ((2.0, "model"), (1.0, "blocks"))]
+    cases = group_cases([*lines, run("fsdp2", 2, tok_s=1.2)])  # the last as written before there was a choice
+    assert {case.options: case.tok_s for case in cases} == {"32-true, units model": 2.0, "32-true": 1.1}
+
+
 def test_a_compiled_run_is_held_against_single_whatever_is_compiled_as_one():
     """Left to ``auto``, one card compiles the whole model and fsdp2 blocks."""
     cases = group_cases(
