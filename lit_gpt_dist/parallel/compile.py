@@ -29,7 +29,13 @@ def resolve_compile(mode: Compile, device: torch.device, by_block: bool) -> Lite
 
 
 def compile_model(model: GPT, mode: Literal["none", "blocks", "model"]) -> None:
-    """Compiles in place: parameters keep their names. Shapes are static: a step's windows always have the same."""
+    """Compiles in place: parameters keep their names. Shapes are static: a step's windows always have the same.
+
+    Compiled kernels keep in fp32 what the model rounds to bf16 between two operations, so what is compiled together decides
+    what is rounded. Where the run is deterministic they round as the model says: the same, whatever is compiled.
+    """
+    if mode != "none":
+        torch._inductor.config.emulate_precision_casts = torch.are_deterministic_algorithms_enabled()
     if mode == "model":
         model.compile(dynamic=False)
     elif mode == "blocks":

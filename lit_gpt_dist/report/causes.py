@@ -8,7 +8,8 @@ constant factor of the gradient out, so an undivided gradient stays small, and i
 
 import numpy as np
 
-from lit_gpt_dist.report.curves import Comparison, band, short
+from lit_gpt_dist.report.controls import GRADUAL
+from lit_gpt_dist.report.curves import NEVER_ROUNDING, Comparison, band, short
 from lit_gpt_dist.report.names import OWN_FIELDS
 from lit_gpt_dist.report.results import Run
 from lit_gpt_dist.report.settings import differing_settings, dropout_of
@@ -169,9 +170,25 @@ def _from_the_first_step(comparison: Comparison) -> str:
     apart = _starts_apart(comparison)
     if apart == "yes":
         return f"the loss of step 1, before any update, is already off by {abs(comparison.difference[0]):.2g}: {data}"
+    if apart == "no" and (growth := _growth(comparison)) <= GRADUAL:
+        return (
+            f"step 1 agrees{_how_closely(comparison)}, and the difference grows from there, at most {growth:.1f} × a step: in few bits "
+            f"rounding does so where a loss falls fast; compare in fp32. Or, in the update: {update}"
+        )
     if apart == "no":
         return f"step 1 agrees{_how_closely(comparison)}, so its data and the initial weights do too, and the update differs: {update}"
     return f"{data}; or, in the update: {update}"
+
+
+def _growth(comparison: Comparison) -> float:
+    """The largest factor by which the difference grows from one step to the next, once it is a tenth of what rounding does; not
+    finite where rounding has no such part in it."""
+    assert comparison.reference is not None
+    rounding = band(comparison.curve.run, comparison.reference.run).rounding
+    apart = np.maximum.accumulate(np.abs(comparison.difference))
+    if rounding < FEW_BITS or not apart[-1] < NEVER_ROUNDING:
+        return np.inf
+    return float((apart[1:] / np.maximum(apart[:-1], rounding / 10)).max(initial=1.0))
 
 
 def _data_faults(run: Run) -> str:

@@ -120,10 +120,14 @@ def test_a_strong_matrix_has_a_panel_of_its_global_batch():
 
 def test_strategies_that_are_compiled_each_in_its_own_way_share_a_panel():
     """As ``auto`` does it: the whole model on one card, blocks under fsdp2."""
-    runs = [replace(r, compile="blocks" if r.mode == "fsdp2" else "model") for r in matrix()]
-    (panel,) = arrange(group_cases(runs))
-    assert {case.first.mode for case in panel.cases} == {"single", "ddp", "fsdp2"}
-    assert panel.setting == "baby, context 64, 32-true, compile"
+    for units, way in (("blocks", "blocks"), ("model", "model")):
+        runs = [
+            replace(r, compile=way, record={"units": units}) if r.mode == "fsdp2" else replace(r, compile="model")
+            for r in matrix()
+        ]
+        (panel,) = arrange(group_cases(runs))
+        assert {case.first.mode for case in panel.cases} == {"single", "ddp", "fsdp2"}
+        assert panel.setting == "baby, context 64, 32-true, compile"
 
 
 def test_compilations_that_were_compared_have_panels_of_their_own():
