@@ -4,7 +4,7 @@ Neither is a torch ``DataLoader`` for the Trainer to see, so no sampler is ever 
 which windows is decided in ``windows.py`` alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lit_gpt_dist.data.stream import Tokens, TokenStream
-from lit_gpt_dist.data.windows import BatchPlan, Starts, epoch_starts, random_starts, rank_starts
+from lit_gpt_dist.data.windows import BatchPlan, Starts, epoch_starts, random_starts_of_steps, rank_starts
 
 Draw = Literal["random", "epoch"]
+DRAWN_TOGETHER = 512  # windows: drawing takes 40 µs for one step as for 512 windows
 
 
 class StepBatch(NamedTuple):
@@ -55,11 +56,16 @@ class StepSource:
 
     def global_starts(self, step: int) -> Starts:
         """The global batch: shape (global_batch,)."""
+        return self._starts_of_steps((step,))[0]
+
+    def _starts_of_steps(self, steps: Sequence[int]) -> Starts:
+        """(steps, global_batch)."""
         count = self.plan.global_batch
-        step = step % self.repeat if self.repeat else step
+        steps = [step % self.repeat for step in steps] if self.repeat else steps
         if self.draw == "epoch":
-            return epoch_starts(self.seed, step, count, (self.length - 1) // self.context, self.context)
-        return random_starts(self.seed, step, count, self.length - self.context)
+            windows = (self.length - 1) // self.context
+            return np.stack([epoch_starts(self.seed, step, count, windows, self.context) for step in steps])
+        return random_starts_of_steps(self.seed, steps, count, self.length - self.context)
 
     def starts(self, step: int) -> Starts:
         """This rank's part of it: shape (accumulate, micro)."""
@@ -67,9 +73,14 @@ class StepSource:
 
     def batch(self, step: int, tokens: TokenStream | None = None) -> StepBatch:
         """The step's batch, with the windows read from ``tokens`` where given."""
-        starts = self.starts(step)
-        windows = None if tokens is None else torch_tokens(tokens.gather(starts, self.context + 1))
-        return StepBatch(step, torch.from_numpy(np.ascontiguousarray(starts)), windows)
+        return next(self.batches((step,), tokens))
+
+    def batches(self, steps: Sequence[int], tokens: TokenStream | None = None) -> Iterator[StepBatch]:
+        """Those of several steps, drawn together and read one by one."""
+        for step, drawn in zip(steps, self._starts_of_steps(steps), strict=True):
+            starts = np.ascontiguousarray(rank_starts(drawn, self.plan.micro_batch, self.data_rank, self.plan.ranks))
+            windows = None if tokens is None else torch_tokens(tokens.gather(starts, self.context + 1))
+            yield StepBatch(step, torch.from_numpy(starts), windows)
 
 
 def torch_tokens(tokens: Tokens) -> Tensor:
@@ -133,9 +144,10 @@ class _StepsFrom(IterableDataset[StepBatch]):
     def __iter__(self) -> Iterator[StepBatch]:
         worker = get_worker_info()
         step, stride = (self.first, 1) if worker is None else (self.first + worker.id, worker.num_workers)
+        ahead = stride * max(1, DRAWN_TOGETHER // self.source.plan.global_batch)
         while True:
-            yield self.source.batch(step, self.tokens)
-            step += stride
+            yield from self.source.batches(range(step, step + ahead, stride), self.tokens)
+            step += ahead
 
 
 def _pinned(batch: StepBatch) -> StepBatch:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 Tokens = npt.NDArray[Any]
 
@@ -24,6 +25,7 @@ class TokenStream:
         self._ends = np.cumsum([len(part) for part in parts])
         self.offset = offset  # of this stretch in the whole
         self._length = int(self._ends[-1]) - offset if length is None else length
+        self._windows: Tokens | None = None  # of the length last asked for
 
     def __len__(self) -> int:
         return self._length
@@ -41,7 +43,15 @@ class TokenStream:
         return TokenStream(self._parts, self.offset + start, stop - start)
 
     def gather(self, starts: npt.NDArray[np.int64], length: int) -> Tokens:
-        """The windows of ``length`` tokens at ``starts`` (any shape): shape (*starts.shape, length)."""
+        """The windows of ``length`` tokens at ``starts`` (any shape): shape (*starts.shape, length).
+
+        Raises:
+            IndexError: a window that reaches out of the stretch.
+        """
+        if len(self._parts) == 1 and starts.size:  # no call for each window
+            self._check(int(starts.min()), length)
+            self._check(int(starts.max()), length)
+            return self._windows_of(length)[starts + self.offset]
         windows = np.empty((starts.size, length), self.dtype)
         for window, start in zip(windows, starts.flat, strict=True):
             self._read(int(start), window)
@@ -55,8 +65,7 @@ class TokenStream:
 
     def _read(self, start: int, into: Tokens) -> None:
         """Copies ``len(into)`` tokens from ``start`` on, across the borders of parts."""
-        if not 0 <= start <= len(self) - len(into):
-            raise IndexError(f"tokens {start} … {start + len(into)} are outside a stretch of {len(self)}")
+        self._check(start, len(into))
         position, done = self.offset + start, 0
         part = int(np.searchsorted(self._ends, position, side="right"))
         while done < len(into):
@@ -65,6 +74,16 @@ class TokenStream:
             into[done : done + len(piece)] = piece
             done += len(piece)
             part += 1
+
+    def _windows_of(self, length: int) -> Tokens:
+        """Every window of the only part, as a view."""
+        if self._windows is None or self._windows.shape[1] != length:
+            self._windows = sliding_window_view(self._parts[0], length)
+        return self._windows
+
+    def _check(self, start: int, length: int) -> None:
+        if not 0 <= start <= len(self) - length:
+            raise IndexError(f"tokens {start} … {start + length} are outside a stretch of {len(self)}")
 
     def __getstate__(self) -> dict[str, Any]:
         parts = [

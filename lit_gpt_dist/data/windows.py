@@ -5,6 +5,7 @@ never changes with the version of numpy or torch. A *window* is one sequence of 
 position of its first token.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,12 +42,17 @@ def hash_words(*numbers: int) -> int:
 
 
 def random_starts(seed: int, step: int, count: int, positions: int) -> Starts:
-    """``count`` positions in [0, ``positions``) with replacement, for the global batch of ``step``.
+    """``count`` positions in [0, ``positions``) with replacement, for the global batch of ``step``."""
+    return random_starts_of_steps(seed, (step,), count, positions)[0]
+
+
+def random_starts_of_steps(seed: int, steps: Iterable[int], count: int, positions: int) -> Starts:
+    """The same of each of ``steps``, (steps, count): many at once take hardly longer than one.
 
     The remainder of a 64-bit word favours small positions by less than positions / 2^64.
     """
-    key = hash_words(_RANDOM_STREAM, seed, step)
-    counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GAMMA) + np.array([key], np.uint64)
+    keys = np.array([hash_words(_RANDOM_STREAM, seed, step) for step in steps], np.uint64)
+    counters = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GAMMA) + keys[:, np.newaxis]  # (steps, count)
     return (mix(counters) % np.uint64(positions)).astype(np.int64)
 
 

@@ -156,14 +156,16 @@ def test_a_validation_share_that_is_none_is_refused(tmp_path, fraction):
         load_corpus(write(tmp_path / "a.txt", "x" * 100)).split(fraction, 4)
 
 
-def test_shards_are_one_stream_across_their_borders():
+@pytest.mark.parametrize("borders", [[], [1, 1, 40, 43]])
+def test_shards_are_one_stream_across_their_borders(borders):
     whole = np.arange(100, dtype=np.uint16)
-    stream = TokenStream([whole[:1], whole[1:1], whole[1:40], whole[40:43], whole[43:]])
+    stream = TokenStream(np.split(whole, borders))
     starts = np.arange(0, 100 - 20 + 1)
     assert np.array_equal(stream.gather(starts, 20), whole[starts[:, None] + np.arange(20)])
     part = stream.view(30, 70)
     assert np.array_equal(part.to_numpy(), whole[30:70])
     assert np.array_equal(part.view(5, 20).gather(np.array([[0], [5]]), 10)[1, 0], whole[40:50])
+    assert part.gather(np.array([3]), 7).tolist() == [list(range(33, 40))], "of another length than before"
 
 
 @pytest.mark.parametrize("start", [-1, 91])

@@ -44,6 +44,16 @@ def test_the_micro_batch_changes_nothing_about_a_step(micro):
     assert source(micro=micro).starts(3).ravel().tolist() == source().global_starts(3).tolist()
 
 
+@pytest.mark.parametrize("draw", ["random", "epoch"])
+def test_steps_drawn_together_are_those_drawn_alone(draw):
+    drawn = source(draw=draw)
+    for step, batch in zip(range(3, 20, 2), drawn.batches(range(3, 20, 2), TOKENS), strict=True):
+        alone = drawn.batch(step, TOKENS)
+        assert batch.step == step
+        assert torch.equal(batch.starts, alone.starts)
+        assert torch.equal(batch.windows, alone.windows)
+
+
 def test_windows_stay_inside_the_training_part():
     for draw in ("random", "epoch"):
         starts = np.concatenate([source(draw=draw).global_starts(step) for step in range(500)])
