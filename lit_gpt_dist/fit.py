@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
@@ -39,6 +39,7 @@ from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import OptimConfig
 from lit_gpt_dist.parsing import Parser
 from lit_gpt_dist.runs import global_rank, name_run, run_rank
+from lit_gpt_dist.saved_config import RunConfig
 from lit_gpt_dist.summary import finish, say_loss
 from lit_gpt_dist.trainer import Trainer
 
@@ -55,33 +56,6 @@ TRAINER_DEFAULTS = dict(
 )
 STEPS = {"tiny": 2_000, "baby": 3_000}  # without --trainer.max_steps; other sizes need to be told
 VALIDATIONS = 10  # over a run, without --trainer.val_check_interval
-
-
-class RunConfig(SaveConfigCallback):
-    """Saves the resolved configuration into the run's folder: ``fit --config RUN/config.yaml`` runs it again."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **(kwargs | {"save_to_log_dir": False, "overwrite": True}))
-
-    def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        trainer.run_dir.mkdir(parents=True, exist_ok=True)
-        path = trainer.run_dir / self.config_filename
-        self.parser.save(
-            from_anywhere(self.config), str(path), skip_none=False, overwrite=True, multifile=self.multifile
-        )
-
-
-def from_anywhere(options: Namespace) -> Namespace:
-    """The options with whole paths, and the checkpoint that ``last`` meant: the file must run again from any folder."""
-    kept = options.clone()
-    kept.trainer.default_root_dir = str(Path(kept.trainer.default_root_dir).resolve())
-    for group, name in (("data", "corpus"), ("data", "val_corpus"), ("model", "init_from")):
-        value = kept[group].get(name)
-        if value and Path(value).exists():
-            kept[group][name] = str(Path(value).resolve())
-    if kept.get("ckpt_path") and Path(kept.ckpt_path).exists():
-        kept.ckpt_path = str(Path(kept.ckpt_path).resolve())
-    return kept
 
 
 class TrainingCLI(LightningCLI):
