@@ -96,7 +96,8 @@ def work(plan: Plan, root: Path, log: Path, steps: int) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=plan.ranks,
-        strategy=HSDP(shard_ranks=plan.ranks // 2) if plan.strategy == "hsdp" else plan.strategy,
+        # gathered at once, so that both ways to shard exchange checkpoints
+        strategy=HSDP(shard_ranks=plan.ranks // 2, units="model") if plan.strategy == "hsdp" else plan.strategy,
         max_steps=steps,
         default_root_dir=root,
         callbacks=[
