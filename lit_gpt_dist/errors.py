@@ -16,6 +16,11 @@ class UserError(ValueError):
     """
 
 
+class RanksMissing(UserError):
+    """Ranks that did not come together: unlike other mistakes it is not the same on all of them, and rank 0 may not be there to
+    tell it."""
+
+
 class RunStopped(Exception):
     """Training ended on a signal, after saving, on every rank alike. ``exit_code`` is what the process should end with."""
 

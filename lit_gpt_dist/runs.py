@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed
 
 from lit_gpt_dist.checkpoint.saver import SaveError
-from lit_gpt_dist.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, RunStopped, UserError
+from lit_gpt_dist.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, RanksMissing, RunStopped, UserError
 
 # what gloo and NCCL say on the ranks that were talking to one that ended: never the cause
 LOST_PARTNER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process (exited|has terminated)")
@@ -68,6 +68,11 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
+def first_of_machine() -> bool:
+    """As torchrun, Lightning or Slurm counts."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
 def run_rank(body: Callable[[], int], children: Callable[[], list]) -> int:
     """Runs ``body`` as one rank of perhaps many, and ends so that no other rank waits for this one.
 
@@ -86,8 +91,8 @@ def run_rank(body: Callable[[], int], children: Callable[[], list]) -> int:
         leave_together(children())
         # of a rank that Lightning started, its observer would take any other code for a failure, and kill rank 0
         return EXIT_OK if started_by_lightning() else stopped.exit_code
-    except UserError:
-        if global_rank() == 0:
+    except UserError as mistake:
+        if global_rank() == 0 or (isinstance(mistake, RanksMissing) and first_of_machine()):
             wait_for(children())
             raise
         code = EXIT_USER_ERROR

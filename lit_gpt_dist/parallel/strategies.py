@@ -22,6 +22,7 @@ from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.model.init import initialize
 from lit_gpt_dist.parallel.mesh import build_mesh, data_coordinate
+from lit_gpt_dist.parallel.patience import patience
 from lit_gpt_dist.parallel.restart import join_after_restart, restarts
 
 GRACE_SECONDS = 20  # the process group's own timeout comes after callbacks/hangs.py, which says more
@@ -142,9 +143,10 @@ class MeshStrategy(FolderCheckpoints, DirectSteps, DDPStrategy):
         self.no_sync = no_sync
 
     def setup_distributed(self) -> None:
-        if restarts():
-            join_after_restart(self._get_process_group_backend(), self.root_device, self._timeout)
-        super().setup_distributed()  # leaves a group that exists as it is
+        with patience(self.global_rank, self.world_size, self.timeout_seconds + GRACE_SECONDS):
+            if restarts():
+                join_after_restart(self._get_process_group_backend(), self.root_device, self._timeout)
+            super().setup_distributed()  # leaves a group that exists as it is
 
     def setup_environment(self) -> None:
         super().setup_environment()
