@@ -1,8 +1,12 @@
-"""The argument parser of the tools that start in a blink (plan, doctor, report, ...). Imports neither torch nor lightning."""
+"""The argument parser of the tools that start in a blink (plan, doctor, report, ...), and how a program is typed. Imports neither
+torch nor lightning."""
 
 import argparse
 import difflib
+import shlex
+import shutil
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from lit_gpt_dist.errors import EXIT_USER_ERROR
@@ -37,3 +41,12 @@ def nearest(name: str, known: list[str]) -> str:
     """``; did you mean X?``, or nothing where nothing known is near."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def typed(program: str) -> str:
+    """How to type a program of this environment: by its name where the shell finds it, else by its path."""
+    if shutil.which(program):
+        return program
+    beside = Path(sys.executable).parent / program
+    inside = beside.is_relative_to(Path.cwd())
+    return shlex.quote(str(beside.relative_to(Path.cwd()) if inside else beside)) if beside.exists() else program

@@ -1,7 +1,6 @@
 """What a run says when it starts and when it ends. Rank 0's terminal only."""
 
 import shlex
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lit_gpt_dist.arguments import typed
 from lit_gpt_dist.callbacks.device import device_name
 from lit_gpt_dist.callbacks.recorder import find_recorder
 from lit_gpt_dist.callbacks.results import ResultsWriter
@@ -130,15 +130,6 @@ def next_commands(trainer: Any, weights: Path | None) -> list[str]:
     return commands
 
 
-def typed(program: str) -> str:
-    """How to type a program of this environment: by its name where the shell finds it, else by its path."""
-    if shutil.which(program):
-        return program
-    beside = Path(sys.executable).parent / program
-    inside = beside.is_relative_to(Path.cwd())
-    return shlex.quote(str(beside.relative_to(Path.cwd()) if inside else beside)) if beside.exists() else program
-
-
 def last_checkpoint(trainer: Any) -> Path | None:
     """The checkpoint that this run committed last; on rank 0."""
     from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
@@ -149,7 +140,7 @@ def last_checkpoint(trainer: Any) -> Path | None:
 def export_weights(trainer: Any) -> Path | None:
     """One safetensors file in the run's folder, from the checkpoint that ``fit`` has just committed."""
     from lit_gpt_dist.checkpoint.export import export_checkpoint
-    from lit_gpt_dist.checkpoint.weights import RUN_WEIGHTS_FILE
+    from lit_gpt_dist.checkpoint.sources import RUN_WEIGHTS_FILE
 
     saved = last_checkpoint(trainer)
     if saved is None:

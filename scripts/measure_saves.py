@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_gpt_dist.callbacks.checkpoint import CheckpointCallback
 from lit_gpt_dist.checkpoint import find
-from lit_gpt_dist.checkpoint.weights import open_source
+from lit_gpt_dist.checkpoint.sources import open_source
 from lit_gpt_dist.data.datamodule import GPTDataModule
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.trainer import Trainer

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_gpt_dist.arguments import typed
 from lit_gpt_dist.callbacks.notices import insist
 from lit_gpt_dist.callbacks.recorder import not_training
 from lit_gpt_dist.checkpoint import compatible, find, interval, retention
@@ -23,7 +24,6 @@ from lit_gpt_dist.checkpoint import format as layout
 from lit_gpt_dist.checkpoint.retention import Keep
 from lit_gpt_dist.checkpoint.strategy import FolderCheckpoints, SaveOptions
 from lit_gpt_dist.errors import UserError
-from lit_gpt_dist.summary import typed
 
 
 class CheckpointCallback(Callback):

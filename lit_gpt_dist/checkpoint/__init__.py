@@ -1,5 +1,5 @@
 """Checkpoints: written by all ranks, committed by one rename, read by any layout; exports and imports of plain weights."""
 
-from lit_gpt_dist.checkpoint.weights import open_weights
+from lit_gpt_dist.checkpoint.sources import open_weights
 
 __all__ = ["open_weights"]

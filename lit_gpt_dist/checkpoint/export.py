@@ -16,13 +16,14 @@ from torch import Tensor
 
 from lit_gpt_dist.arguments import ToolParser
 from lit_gpt_dist.checkpoint import hf_layouts
+from lit_gpt_dist.checkpoint.hf_layouts import DESCRIPTION_FILE
+from lit_gpt_dist.checkpoint.sources import WEIGHTS_FILE, open_source
 from lit_gpt_dist.checkpoint.stream import Entry, write_safetensors
-from lit_gpt_dist.checkpoint.weights import WEIGHTS_FILE, Weights, expected_shapes, open_source
+from lit_gpt_dist.checkpoint.weights import Weights, expected_shapes
 from lit_gpt_dist.errors import EXIT_OK, UserError
 from lit_gpt_dist.outputs import put_in_place, refuse_existing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DESCRIPTION_FILE = "lit_gpt_dist.json"  # beside a Hugging Face folder's own files: configuration, vocabulary, origin
 OVERWRITE_HELP = "replace what an earlier command wrote there, once the new weights are whole"
 MIB = 1 << 20
 

@@ -11,6 +11,8 @@ from typing import Any
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import GPTConfig
 
+DESCRIPTION_FILE = "lit_gpt_dist.json"  # beside a Hugging Face folder's own files: configuration, vocabulary, origin
+
 
 @dataclass(frozen=True)
 class Piece:

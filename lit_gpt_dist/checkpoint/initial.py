@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_gpt_dist.checkpoint.weights import open_source, open_weights
+from lit_gpt_dist.checkpoint.sources import open_source, open_weights
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import PRESETS, GPTConfig, preset
 

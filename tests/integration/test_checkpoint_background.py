@@ -29,7 +29,7 @@ def test_a_failed_save_in_the_background_fails_the_run(tmp_path, text, monkeypat
 def test_a_save_in_the_background_is_not_touched_by_later_steps(tmp_path, text, monkeypatch):
     """The writing is held up until three more steps are through; what is written is still step 4."""
     from lit_gpt_dist.checkpoint import saver as module
-    from lit_gpt_dist.checkpoint.weights import open_weights
+    from lit_gpt_dist.checkpoint.sources import open_weights
 
     go_on = threading.Event()
     write = module.Saver._write

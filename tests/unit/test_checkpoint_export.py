@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from lit_gpt_dist.checkpoint import export, hf_layouts, importing, stream
 from lit_gpt_dist.checkpoint.export import export_checkpoint
 from lit_gpt_dist.checkpoint.importing import import_folder
+from lit_gpt_dist.checkpoint.sources import open_weights
 from lit_gpt_dist.checkpoint.stream import Entry, write_safetensors
-from lit_gpt_dist.checkpoint.weights import open_weights
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.outputs import put_in_place

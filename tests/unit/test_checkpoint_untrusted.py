@@ -13,7 +13,7 @@ from lit_gpt_dist.checkpoint import find
 from lit_gpt_dist.checkpoint import format as layout
 from lit_gpt_dist.checkpoint.export import export_checkpoint
 from lit_gpt_dist.checkpoint.metadata import UnsafeFileError, read_metadata
-from lit_gpt_dist.checkpoint.weights import open_weights
+from lit_gpt_dist.checkpoint.sources import open_weights
 from lit_gpt_dist.errors import UserError
 
 
