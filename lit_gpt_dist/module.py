@@ -277,7 +277,8 @@ class GPTModule(RecordedSteps):
         key = f"{self.seed}/{self.trainer.global_step}/{micro_batch}".encode()
         torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:7], "little"))
 
-    def _before_replay(self) -> None:
+    def _before_recorded_step(self) -> None:
+        super()._before_recorded_step()
         if self.config.dropout > 0:
             self._seed_dropout(0, 1)
 

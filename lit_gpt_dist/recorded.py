@@ -45,13 +45,16 @@ class RecordedSteps(pl.LightningModule):
         """Takes an optimizer step: each micro-batch's loss, and the gradient norm before clipping."""
         raise NotImplementedError
 
-    def _before_replay(self) -> None:
-        """What a step does on the host, which no recording repeats."""
+    def _before_recorded_step(self) -> None:
+        """What a step does on the host, which no recording repeats: before the step is recorded, which must find what all will
+        find, and before each replay."""
+        self.trainer.strategy.before_recorded_step()  # type: ignore[attr-defined]
 
     def take_step(self, windows: Tensor) -> Tensor:
         """A whole optimizer step in one call, recorded or not; its loss. Nobody is told of its parts."""
         if self.in_graph:
             if self.step_graph is None:
+                self._before_recorded_step()
                 self._rehearse_results(len(windows))
                 self.step_graph = StepGraph(self._recorded_step, windows)
             return self._replay(windows)
@@ -110,8 +113,7 @@ class RecordedSteps(pl.LightningModule):
 
     def _replay(self, windows: Tensor) -> Tensor:
         assert self.step_graph is not None
-        self._before_replay()
-        self.trainer.strategy.before_replay()  # type: ignore[attr-defined]
+        self._before_recorded_step()
         self.step_graph.replay(windows)
         # a copy: the next replay writes its results to the same place
         self.step_loss, self.gradient_norm = self.step_graph.results.clone().unbind()

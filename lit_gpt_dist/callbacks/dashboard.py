@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lit_gpt_dist.callbacks.notices import tell
-from lit_gpt_dist.callbacks.phases import PHASES, is_sharded
+from lit_gpt_dist.callbacks.phases import PHASES
 from lit_gpt_dist.callbacks.recorder import find_recorder, not_training
 from lit_gpt_dist.data.tokenizers import StreamDecoder
 from lit_gpt_dist.errors import UserError
@@ -56,12 +56,12 @@ class Dashboard(pl.Callback):
         if writer is not None:
             writer.add_custom_scalars(LAYOUT)
         if self.sample_tokens is None:
-            self.sample_tokens = 0 if is_sharded(module) else SAMPLE_TOKENS
+            self.sample_tokens = 0 if trainer.strategy.shards_weights else SAMPLE_TOKENS  # type: ignore[attr-defined]
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
         if trainer.sanity_checking or trainer.state.fn != "fit" or not self.sample_tokens:
             return
-        if not (is_sharded(module) or trainer.is_global_zero):
+        if not (trainer.strategy.shards_weights or trainer.is_global_zero):  # type: ignore[attr-defined]
             return  # a replica needs nobody
         with not_training(trainer, "sampling"):
             try:

@@ -51,8 +51,8 @@ def out_of_memory(exception: BaseException) -> bool:
 
 
 def held_bytes(trainer: Any, module: Any) -> dict[str, int]:
-    """Bytes on this rank by kind, counted from the tensors themselves."""
-    parameters = list(module.parameters())
+    """Bytes on this rank by kind, counted from the tensors themselves: those that are updated, not what is gathered of them."""
+    parameters = [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
     states = [
         value
         for optimizer in trainer.optimizers
@@ -99,7 +99,12 @@ def remedies(trainer: Any, module: Any) -> list[str]:
         )
     if module.recompute == "none":
         found.append("--model.recompute full: activations are computed twice instead of kept; about +30% time")
-    if trainer.strategy.name not in ("fsdp2", "hsdp"):
+    if getattr(trainer.strategy, "units", None) == "model":
+        found.append(
+            f"--trainer.strategy {type(trainer.strategy).__name__} --trainer.strategy.units blocks: weights are gathered block by "
+            "block instead of at once; costs a little speed"
+        )
+    if not trainer.strategy.shards_weights:
         found.append(
             "--trainer.strategy fsdp2 on several devices: weights, gradients and moments in shards; costs communication"
         )

@@ -60,7 +60,7 @@ class PhaseSampler(pl.Callback):
             return
         self._exposed = ExposedCommunication(self._clock)
         several = trainer.world_size > 1
-        sharded = is_sharded(module)
+        sharded = trainer.strategy.shards_weights  # type: ignore[attr-defined]
         self._exposed.install(module, replicated=several and not sharded, sharded=several and sharded)
         trainer.fit_loop.epoch_loop.watchers += (self._on_step_begin,)  # type: ignore[attr-defined]
         self.stragglers.begin(trainer, module)
@@ -138,9 +138,3 @@ class PhaseSampler(pl.Callback):
         waited = 1 + PHASES.index("communication")
         work = [Work(data=row[-2], compute=row[-1], waiting=row[waited]) for row in rows]
         return values | self.stragglers.judge(trainer, work)
-
-
-def is_sharded(module: Any) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters())

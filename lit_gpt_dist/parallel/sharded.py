@@ -34,6 +34,7 @@ class FSDP2(MeshStrategy):
     """
 
     name = "fsdp2"
+    shards_weights = True
 
     def __init__(
         self,
@@ -73,7 +74,8 @@ class FSDP2(MeshStrategy):
     def assign(self, parameter: Tensor, value: Tensor) -> None:
         fsdp2.assign_shard(parameter, value)
 
-    def before_replay(self) -> None:
+    def before_recorded_step(self) -> None:
+        """A validation leaves weights gathered. A step recorded then would hold no gather, and a replay would read the old ones."""
         fsdp2.release(self.lightning_module.model)  # type: ignore[union-attr,arg-type]
 
     def setup(self, trainer: pl.Trainer) -> None:

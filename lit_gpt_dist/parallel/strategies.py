@@ -46,6 +46,7 @@ class DirectSteps(Strategy):
     """
 
     gradients_in_buckets = False  # between steps, as parts of larger tensors
+    shards_weights = False  # each rank holds a part of each parameter
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
@@ -99,8 +100,8 @@ class DirectSteps(Strategy):
         """Puts a full CPU ``value`` into a placed parameter."""
         parameter.copy_(value)
 
-    def before_replay(self) -> None:
-        """Called before a recorded step changes the weights."""
+    def before_recorded_step(self) -> None:
+        """Called before a step is recorded, and before each replay, which changes the weights."""
 
 
 class SingleDevice(FolderCheckpoints, DirectSteps, SingleDeviceStrategy):

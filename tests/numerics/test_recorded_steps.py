@@ -4,9 +4,9 @@ What only a GPU can show (that the recording itself computes the same) is measur
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -14,6 +14,7 @@ import torch
 from helpers.ranks import on_ranks
 from helpers.training import Run, build, full_parameters
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lit_gpt_dist import module as module_file
 from lit_gpt_dist import recorded as recorded_file
@@ -34,6 +35,21 @@ class CalledAgain:
     def replay(self, windows: Tensor) -> None:
         loss, norm = self.step(windows)
         self.results = torch.stack([loss.double(), norm.double()])
+
+
+class FindsWeights(CalledAgain):
+    """Notes whether weights are gathered when the recording begins: it would hold no gather of them then."""
+
+    gathered: ClassVar[list[bool]] = []
+
+    def __init__(self, step: Any, windows: Tensor) -> None:
+        self.gathered.append(not all(isinstance(weight, DTensor) for weight in step.__self__.parameters()))
+        super().__init__(step, windows)
+
+
+def gathered_when_recorded(run: Run, folder: str) -> list[bool]:
+    trained(run, True, folder, graph=FindsWeights)
+    return FindsWeights.gathered
 
 
 @dataclass
@@ -67,12 +83,17 @@ class Hooks(pl.Callback):
 
 
 def trained(
-    run: Run, recorded: bool, folder: str, resume: str | None = None, wants_parts: bool = True
+    run: Run,
+    recorded: bool,
+    folder: str,
+    resume: str | None = None,
+    wants_parts: bool = True,
+    graph: type = CalledAgain,
 ) -> tuple[list[float], dict[str, Tensor], Seen, float]:
     """Losses, weights, what the hooks saw, and the last validation loss."""
     with pytest.MonkeyPatch.context() as patch:
         if recorded:
-            patch.setattr(recorded_file, "StepGraph", CalledAgain)
+            patch.setattr(recorded_file, "StepGraph", graph)
             patch.setattr(module_file, "decide_graph", lambda *_: True)
             patch.setattr(recorded_file, "make_capturable", lambda *_: None)
             for file in (recorded_file, replicated):
@@ -106,6 +127,12 @@ def test_recorded_steps_are_the_same_steps_with_hooks_at_both_ends_only(
     assert seen.starts == hooks.starts == list(range(24))
     assert seen.ends == hooks.ends == list(range(1, 25))
     assert seen.validations == hooks.validations == [8, 16, 24]
+
+
+@pytest.mark.parametrize("units", ["blocks", "model"])
+def test_a_step_recorded_right_after_a_validation_gathers_its_weights(tmp_path: Path, units: str) -> None:
+    run = replace(ONE, steps=6, val_every=4).on("fsdp2", 2, strategy_options=dict(units=units))
+    assert on_ranks(2, gathered_when_recorded, run, str(tmp_path)) == [[False], [False]]
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])

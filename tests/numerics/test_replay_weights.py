@@ -28,13 +28,13 @@ class ChangedBehind(pl.Callback):
 
         def both() -> tuple[float, float]:
             found = loss()
-            trainer.strategy.before_replay()
+            trainer.strategy.before_recorded_step()
             return found, loss()
 
         loss()  # gathers the root, and no backward gives it back
         change()
         self.unannounced = both()
-        trainer.strategy.before_replay()
+        trainer.strategy.before_recorded_step()
         change()
         self.announced = both()
 
@@ -48,5 +48,5 @@ def changed_behind(run: Run) -> tuple[tuple[float, float], tuple[float, float]]:
 
 def test_a_forward_after_a_replay_gathers_what_the_replay_left() -> None:
     for unannounced, announced in on_ranks(2, changed_behind, Run("fsdp2", 2, steps=1)):
-        assert unannounced[0] != unannounced[1], "FSDP2 has no such trap any more: before_replay can go"
+        assert unannounced[0] != unannounced[1], "FSDP2 has no such trap any more: before_recorded_step can go"
         assert announced[0] == announced[1]
