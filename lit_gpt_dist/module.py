@@ -142,7 +142,8 @@ class GPTModule(RecordedSteps):
         with strategy.build_context():
             self.model = GPT(self.config)
         set_recompute(self.model, self.recompute)
-        self.compiled = resolve_compile(self.compile_option, strategy.root_device, strategy.gathers_blocks(self.model))
+        strategy.prepare(self.model)
+        self.compiled = resolve_compile(self.compile_option, strategy.root_device, strategy.gathers_blocks)
         compile_model(self.model, self.compiled)  # type: ignore[arg-type]
         self._clip_divisor = one_kernel(clip_divisor, self.compiled, strategy.root_device)
         self._step_results = one_kernel(step_results, self.compiled, strategy.root_device)

@@ -178,7 +178,11 @@ def _buckets(case: Case, machine: Machine) -> list[Case]:
 def _reshard(case: Case, machine: Machine) -> list[Case]:
     if not _has("reshard_after_forward")(case, machine):
         return []
-    return [case.with_strategy_option("reshard_after_forward", False, "reshard_after_forward off")]
+    off = case.with_strategy_option("reshard_after_forward", False, "reshard_after_forward off")
+    if not _has("units")(case, machine):
+        return [off]
+    # what is gathered at once is kept anyway
+    return [off.with_strategy_option("units", "blocks", "units blocks, reshard_after_forward off")]
 
 
 def _units(case: Case, machine: Machine) -> list[Case]:

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lit_gpt_dist.model.gpt import GPT
 
+AT_ONCE_BYTES = 2**30  # a choice: models of up to that many bytes of weights are rarely sharded for their memory's sake
+
 
 def precision_policy(precision: str) -> MixedPrecisionPolicy:
     """bf16 parameters and activations with fp32 reduction under ``bf16-mixed``; otherwise everything as stored.
@@ -23,13 +25,10 @@ def precision_policy(precision: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(cast_forward_inputs=False)
 
 
-AT_ONCE_BYTES = 2**30  # docs/performance.md, two cards: what is gathered at once, for whom memory is not what matters
-
-
 def gathers_at_once(weight_bytes: int, nvlink: bool) -> bool:
-    """Whether to gather the whole model at once: where that is short and its memory does not matter.
+    """Whether to gather the whole model at once: over NVLink, where hiding a gather saves little, and as long as the memory is little.
 
-    Over a slow link gathers are hidden better: behind another block's computation, which there is long enough.
+    A slow link's gathers are long enough to be worth hiding behind another block's computation.
     """
     return nvlink and weight_bytes <= AT_ONCE_BYTES
 
@@ -43,7 +42,7 @@ def shard(
 ) -> None:
     """Shards ``model`` in place over ``mesh``: each block a unit, then the root with what is left; or the root with all.
 
-    The root (embedding, final norm, head) stays gathered between forward and backward: its backward comes first.
+    The root (embedding, final norm, head, or everything) stays gathered between forward and backward: its backward comes first.
     Call it after recomputation and compilation: hooks must sit outside what they gather for.
     """
     for block in model.blocks if by_block else ():

@@ -23,7 +23,7 @@ class DDP(MeshStrategy):
 
     Args:
         bucket_cap_mb: size of a bucket in MiB; a bucket is sent as soon as its gradients are there. By default PyTorch's 25, or
-            100 where the whole model is compiled: there every bucket is a cut through what is compiled.
+            100 where the whole model is compiled: there every bucket but an only one is a cut through what is compiled.
         static_graph: the same parameters get gradients at every backward; by default where a step has one micro-batch
             (with more, DDP's reducer fails an assertion at the first backward that does not synchronise, torch 2.13).
         gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -23,14 +23,20 @@ class FSDP2(MeshStrategy):
     """Weights, gradients and optimizer state in shards (``parallel/fsdp2.py``).
 
     Args:
-        units: what is gathered at a time: blocks, each beside the computation of another; or the model at once, before the step's
-            first forward, which can then be compiled as a whole. auto: the model where it takes at most 1 GiB and NVLink
-            gathers it.
-        reshard_after_forward: with units of blocks, give a block's gathered weights back after its forward and gather them again for backward; False
-            keeps them for all micro-batches of a step: one gather instead of two a micro-batch, and the whole model's
-            weights in compute type on every rank.
+        reshard_after_forward: with units of blocks, give a block's gathered weights back after its forward and gather them
+            again for backward; False keeps them for all micro-batches of a step: one gather instead of two a micro-batch,
+            and the whole model's weights in compute type on every rank.
         no_sync: reduce once per step; False reduces after every micro-batch (to measure what that costs).
         timeout_seconds: a collective that takes longer ends the run.
+        units: what is gathered at a time: blocks, each beside the computation of another; or the model at once, before the
+            step's first forward, which is then compiled as a whole. auto: the model where its weights take at most 1 GiB
+            and NVLink joins every two of the cards that this process sees.
+
+    Attributes:
+        units: what ``auto`` came to, once the model is built.
+
+    Raises:
+        UserError: no such units.
     """
 
     name = "fsdp2"
@@ -38,13 +44,16 @@ class FSDP2(MeshStrategy):
 
     def __init__(
         self,
-        units: Units = "auto",
         reshard_after_forward: bool = True,
         no_sync: bool = True,
         timeout_seconds: float = 600,
+        units: Units = "auto",
     ) -> None:
         super().__init__(no_sync, timeout_seconds)
-        self.units: Units = units  # what ``auto`` came to, once the model is built
+        if units not in get_args(Units):
+            raise UserError(f"units {units!r} is not one of {', '.join(get_args(Units))}")
+        self.units_option: Units = units
+        self.units = "model" if units == "model" else "blocks"
         self.reshard_after_forward = reshard_after_forward
 
     def degrees(self) -> dict[str, int]:
@@ -53,21 +62,32 @@ class FSDP2(MeshStrategy):
     def build_context(self) -> AbstractContextManager:
         return torch.device("meta")  # no rank ever holds the whole model
 
-    def gathers_blocks(self, model: GPT) -> bool:
-        if self.units == "auto":
+    def prepare(self, model: GPT) -> None:
+        """Decides ``units`` where that is left open. One answer for all: ranks that shard differently would wait for each other.
+
+        Raises:
+            UserError: an option that means nothing with these units.
+        """
+        if self.units_option == "model" and not self.reshard_after_forward:
+            raise UserError(
+                "reshard_after_forward false means nothing with units model, which keeps weights for the step anyway; leave one out"
+            )
+        if self.units_option == "auto":
             element_bytes = (self.compute_dtype or torch.get_default_dtype()).itemsize
             size = element_bytes * sum(parameter.numel() for parameter in model.parameters())
-            in_node = self.degrees()["shard"] <= self.num_processes
+            in_node = self.num_processes % self.degrees()["shard"] == 0
             nvlink = self.root_device.type == "cuda" and in_node and joined_by_nvlink()
-            # one answer for all: ranks that shard differently would wait for each other
             self.units = self.broadcast("model" if fsdp2.gathers_at_once(size, nvlink) else "blocks")
+
+    @property
+    def gathers_blocks(self) -> bool:  # type: ignore[override]
         return self.units == "blocks"
 
     def place(self, model: GPT, seed: int) -> None:
         if self.precision_plugin.precision == "16-mixed":
             raise UserError(f"precision 16-mixed does not run under {self.name}; use bf16-mixed, 32-true or 64-true")
         policy = fsdp2.precision_policy(str(self.precision_plugin.precision))
-        fsdp2.shard(model, self.mesh, policy, self.reshard_after_forward, self.units == "blocks")
+        fsdp2.shard(model, self.mesh, policy, self.reshard_after_forward, self.gathers_blocks)
         model.to_empty(device=self.root_device)
         initialize(model, seed, self.assign)
 
@@ -94,7 +114,7 @@ class FSDP2(MeshStrategy):
         gpt = self.lightning_module.model  # type: ignore[union-attr]
         fsdp2.set_gradient_sync(gpt, not self.no_sync)  # type: ignore[arg-type]
         # as one unit the whole stays gathered for backward, and what comes next is another forward
-        fsdp2.set_reshard_after_backward(gpt, self.reshard_after_forward and self.units == "blocks")  # type: ignore[arg-type]
+        fsdp2.set_reshard_after_backward(gpt, self.reshard_after_forward and self.gathers_blocks)  # type: ignore[arg-type]
         try:
             yield
         finally:
@@ -118,10 +138,10 @@ class HSDP(FSDP2):
 
     Args:
         shard_ranks: ranks of a group; by default those of a node.
-        units: as under FSDP2.
         reshard_after_forward: as under FSDP2.
         no_sync: as under FSDP2.
         timeout_seconds: a collective that takes longer ends the run.
+        units: as under FSDP2.
     """
 
     name = "hsdp"
@@ -129,12 +149,12 @@ class HSDP(FSDP2):
     def __init__(
         self,
         shard_ranks: int | None = None,
-        units: Units = "auto",
         reshard_after_forward: bool = True,
         no_sync: bool = True,
         timeout_seconds: float = 600,
+        units: Units = "auto",
     ) -> None:
-        super().__init__(units, reshard_after_forward, no_sync, timeout_seconds)
+        super().__init__(reshard_after_forward, no_sync, timeout_seconds, units)
         self.shard_ranks = shard_ranks
 
     def degrees(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 is Lightning's. ``replicated.py`` has DDP, ``sharded.py`` FSDP2 and HSDP.
 
 All of them agree on five things the rest of the application relies on: ``data_rank`` and ``data_ranks``; ``build_context``,
-``gathers_blocks`` and ``place`` for the model; ``compute_dtype``; ``block_backward_sync`` for all micro-batches of a step but
+``prepare``, ``gathers_blocks`` and ``place`` for the model; ``compute_dtype``; ``block_backward_sync`` for all micro-batches of a step but
 the last; and the checkpoint folder of ``FolderCheckpoints``.
 """
 
@@ -47,6 +47,7 @@ class DirectSteps(Strategy):
 
     gradients_in_buckets = False  # between steps, as parts of larger tensors
     shards_weights = False  # each rank holds a part of each parameter
+    gathers_blocks = False  # their weights come and go block by block, so that nothing larger can be compiled
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
@@ -88,9 +89,8 @@ class DirectSteps(Strategy):
         """Where the GPT is built: here, straight on this rank's device."""
         return self.root_device
 
-    def gathers_blocks(self, model: GPT) -> bool:
-        """Whether the built ``model``'s weights will come and go block by block, so that nothing larger can be compiled."""
-        return False
+    def prepare(self, model: GPT) -> None:
+        """Decides what depends on the built ``model``, before it is compiled."""
 
     def place(self, model: GPT, seed: int) -> None:
         """Gives the built ``model`` its place on the devices and its initial weights."""

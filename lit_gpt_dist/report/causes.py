@@ -172,8 +172,8 @@ def _from_the_first_step(comparison: Comparison) -> str:
         return f"the loss of step 1, before any update, is already off by {abs(comparison.difference[0]):.2g}: {data}"
     if apart == "no" and (growth := _growth(comparison)) <= GRADUAL:
         return (
-            f"step 1 agrees{_how_closely(comparison)}, and the difference grows from there, at most {growth:.1f} × a step: in few bits "
-            f"rounding does so where a loss falls fast; compare in fp32. Or, in the update: {update}"
+            f"step 1 agrees{_how_closely(comparison)}, and the difference grows from there, at most {growth:.1f} × a step once it is "
+            f"{_seen_from(comparison):.0e}: in few bits rounding does so where a loss falls fast; compare in fp32. Or, in the update: {update}"
         )
     if apart == "no":
         return f"step 1 agrees{_how_closely(comparison)}, so its data and the initial weights do too, and the update differs: {update}"
@@ -181,14 +181,20 @@ def _from_the_first_step(comparison: Comparison) -> str:
 
 
 def _growth(comparison: Comparison) -> float:
-    """The largest factor by which the difference grows from one step to the next, once it is a tenth of what rounding does; not
-    finite where rounding has no such part in it."""
+    """The largest factor by which the difference grows from one step to the next, once it can be seen; not finite where rounding
+    has no such part in it."""
     assert comparison.reference is not None
     rounding = band(comparison.curve.run, comparison.reference.run).rounding
     apart = np.maximum.accumulate(np.abs(comparison.difference))
     if rounding < FEW_BITS or not apart[-1] < NEVER_ROUNDING:
         return np.inf
-    return float((apart[1:] / np.maximum(apart[:-1], rounding / 10)).max(initial=1.0))
+    return float((apart[1:] / np.maximum(apart[:-1], _seen_from(comparison))).max(initial=1.0))
+
+
+def _seen_from(comparison: Comparison) -> float:
+    """A hundredth of what rounding may do: what is below says nothing."""
+    assert comparison.reference is not None
+    return band(comparison.curve.run, comparison.reference.run).rounding / 100
 
 
 def _data_faults(run: Run) -> str:

@@ -1,0 +1,86 @@
+"""What fsdp2 and hsdp gather at a time, where that is left to them. No ranks, no cards: what they would see is made up."""
+
+import pytest
+import torch
+from torch import nn
+
+from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.parallel import FSDP2, HSDP, sharded
+from lit_gpt_dist.parallel.fsdp2 import AT_ONCE_BYTES
+
+
+def placed(kind, processes=2, nodes=1, device="cuda", dtype=torch.bfloat16, rank_0_says=None, **options):
+    """A strategy as Lightning would have placed it."""
+
+    class Placed(kind):
+        root_device = torch.device(device)
+        num_processes = processes
+        world_size = processes * nodes
+        compute_dtype = dtype
+
+        def broadcast(self, found, src=0):
+            return rank_0_says or found
+
+    return Placed(**options)
+
+
+def weights(count):
+    with torch.device("meta"):
+        return nn.Embedding(count, 1)
+
+
+def units(strategy, count=1000):
+    strategy.prepare(weights(count))
+    assert strategy.gathers_blocks == (strategy.units == "blocks")
+    return strategy.units
+
+
+@pytest.fixture
+def nvlink(monkeypatch):
+    monkeypatch.setattr(sharded, "joined_by_nvlink", lambda: True)
+
+
+@pytest.mark.usefixtures("nvlink")
+def test_over_nvlink_a_model_of_at_most_a_gib_is_gathered_at_once():
+    assert units(placed(FSDP2), AT_ONCE_BYTES // 2) == "model"
+    assert units(placed(FSDP2), AT_ONCE_BYTES // 2 + 1) == "blocks"
+    assert units(placed(FSDP2, dtype=None), AT_ONCE_BYTES // 4) == "model", (
+        "four bytes a weight without 16-bit precision"
+    )
+    assert units(placed(FSDP2, dtype=None), AT_ONCE_BYTES // 4 + 1) == "blocks"
+
+
+def test_without_nvlink_or_on_a_cpu_blocks_are_gathered(monkeypatch):
+    monkeypatch.setattr(sharded, "joined_by_nvlink", lambda: False)
+    assert units(placed(FSDP2)) == "blocks"
+    monkeypatch.setattr(sharded, "joined_by_nvlink", lambda: True)
+    assert units(placed(FSDP2, device="cpu")) == "blocks"
+
+
+@pytest.mark.usefixtures("nvlink")
+def test_what_crosses_machines_is_gathered_by_blocks():
+    assert units(placed(FSDP2, processes=4, nodes=2)) == "blocks"
+    assert units(placed(HSDP, processes=4, nodes=3)) == "model", "groups of a machine"
+    assert units(placed(HSDP, processes=4, nodes=3, shard_ranks=2)) == "model"
+    assert units(placed(HSDP, processes=4, nodes=3, shard_ranks=3)) == "blocks", "the second group lies on two machines"
+
+
+@pytest.mark.usefixtures("nvlink")
+def test_all_ranks_do_what_rank_0_says_and_a_second_model_is_decided_anew():
+    assert units(placed(FSDP2, rank_0_says="blocks")) == "blocks"
+    strategy = placed(FSDP2)
+    assert [units(strategy, count) for count in (10, AT_ONCE_BYTES, 10)] == ["model", "blocks", "model"]
+
+
+@pytest.mark.usefixtures("nvlink")
+def test_units_that_are_given_stay():
+    assert units(placed(FSDP2, units="blocks")) == "blocks"
+    assert units(placed(HSDP, processes=1, nodes=2, units="model"), AT_ONCE_BYTES) == "model"
+
+
+@pytest.mark.parametrize("kind", [FSDP2, HSDP])
+def test_units_that_mean_nothing_are_refused(kind):
+    with pytest.raises(UserError, match="'Model' is not one of auto, blocks, model"):
+        kind(units="Model")
+    with pytest.raises(UserError, match="leave one out"):
+        units(placed(kind, units="model", reshard_after_forward=False))
