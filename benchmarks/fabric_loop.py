@@ -24,7 +24,7 @@ from lit_gpt_dist.parallel.compile import compile_model, resolve_compile
 
 
 def make_fabric(accelerator: str, devices: int, strategy: str, precision: str) -> Fabric:
-    """``strategy``: auto (one device), ddp, or fsdp2 with this project's units and precision policy."""
+    """``strategy``: auto (one device), ddp, or fsdp2 with this project's precision policy, block by block."""
     if strategy != "fsdp2":
         return Fabric(accelerator=accelerator, devices=devices, strategy=strategy, precision=precision)  # type: ignore[arg-type]
 

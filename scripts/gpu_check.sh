@@ -22,14 +22,14 @@ exact="$curve --trainer.deterministic true --model.compile blocks"
 export CUBLAS_WORKSPACE_CONFIG=:4096:8
 fit exact-single $exact --trainer.devices 1
 fit exact-ddp2 $exact --trainer.devices 2 --trainer.strategy ddp
-fit exact-fsdp2 $exact --trainer.devices 2 --trainer.strategy fsdp2
+fit exact-fsdp2 $exact --trainer.devices 2 --trainer.strategy FSDP2 --trainer.strategy.units blocks
 # as by default: apart by what rounding grows to
 for rate in 1e-4 3e-4; do
     fit "single-$rate" $curve --optim.lr $rate --trainer.devices 1
     fit "ddp2-$rate" $curve --optim.lr $rate --trainer.devices 2 --trainer.strategy ddp
-    fit "fsdp2-$rate" $curve --optim.lr $rate --trainer.devices 2 --trainer.strategy fsdp2
+    fit "fsdp2-$rate" $curve --optim.lr $rate --trainer.devices 2 --trainer.strategy FSDP2 --trainer.strategy.units blocks
 done
-big="--model.size big --data.global_batch 64 --data.micro_batch 4 --trainer.devices 2 --trainer.strategy fsdp2 --export false"
+big="--model.size big --data.global_batch 64 --data.micro_batch 4 --trainer.devices 2 --trainer.strategy FSDP2 --trainer.strategy.units blocks --export false"
 fit big-fsdp2 $big --trainer.max_steps 20 --trainer.val_check_interval 100 --checkpoint.save_at_end false
 fit big-fsdp2-recompute $big --trainer.max_steps 20 --trainer.val_check_interval 100 --checkpoint.save_at_end false --model.recompute full
 ${PYTHON:-python3} - "$out" <<'P'

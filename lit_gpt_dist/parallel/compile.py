@@ -37,8 +37,11 @@ def compile_model(model: GPT, mode: Literal["none", "blocks", "model"]) -> None:
     if mode != "none":
         torch._inductor.config.emulate_precision_casts = torch.are_deterministic_algorithms_enabled()
     if mode == "model":
+        torch._dynamo.config.optimize_ddp = True  # cut where a bucket of DDP's is full, so that it can be sent by then
         model.compile(dynamic=False)
     elif mode == "blocks":
+        # a block is short enough already; a cut would only take fusions away
+        torch._dynamo.config.optimize_ddp = False
         for block in model.blocks:
             block.compile(dynamic=False)
         model.readout = torch.compile(model.readout, dynamic=False)  # type: ignore[method-assign]

@@ -58,15 +58,15 @@ class DDP(MeshStrategy):
         compiled = getattr(self.lightning_module, "compiled", "none")
         self.bucket_cap_mb = self.bucket_option or (COMPILED_BUCKET_MB if compiled == "model" else BUCKET_MB)
         self._ddp_kwargs["bucket_cap_mb"] = self.bucket_cap_mb
-        if compiled != "none":
-            torch._dynamo.config.optimize_ddp = compiled == "model" and self._cuts_compiled_model()
+        if compiled == "model":
+            torch._dynamo.config.optimize_ddp = self._cuts_compiled_model()
         one_backward = trainer.datamodule.plan.accumulate == 1  # type: ignore[attr-defined]
         self._ddp_kwargs["static_graph"] = one_backward if self.static_graph is None else self.static_graph
         super().setup(trainer)
 
     def _cuts_compiled_model(self) -> bool:
         """Whether what is compiled is cut where a bucket is full, so that it can be sent by then. One bucket needs no cut (torch makes
-        one after the first MiB all the same), and a compiled block is short enough.
+        one after the first MiB all the same).
 
         Raises:
             UserError: buckets so small that torch refuses to cut.

@@ -78,7 +78,9 @@ def fit_command(job: Job, strategy: str, model_options: str) -> str | None:
         f"--trainer.precision {job.precision} --model.recompute {'full' if job.recompute else 'none'}",
     ]
     if strategy != "single":
-        chosen = strategy if job.no_sync else f"{strategy.upper()} --trainer.strategy.no_sync false"
+        own = [] if job.no_sync else ["--trainer.strategy.no_sync false"]
+        own += [f"--trainer.strategy.units {job.units}"] if strategy in SHARDED and job.units != "auto" else []
+        chosen = " ".join([strategy.upper(), *own]) if own else strategy
         options.append(f"--trainer.strategy {chosen} --trainer.devices {job.devices}")
         options += [f"--trainer.num_nodes {job.nodes}"] if job.nodes > 1 else []
     return " ".join(options)

@@ -175,7 +175,8 @@ def buffer_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
         return 0.0
     width = strategy_widths(job, plan)
     if gathers_at_once(job, plan):
-        flat = width.compute if accumulate == 1 else 0
+        # with more micro-batches a later one, which has gradients beside it, is the larger; without no_sync none has
+        flat = width.compute if accumulate == 1 or not job.no_sync else 0
         reduced = width.compute + FP32_BYTES if moment == "end" else 0
         return (flat + reduced) * job.model.parameters()
     if moment != "end":

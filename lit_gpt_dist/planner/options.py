@@ -112,6 +112,12 @@ def add_training(options: ToolParser) -> None:
         help="graph: compiled and in a CUDA graph, what fit does on a GPU by default",
     )
     training.add_argument("--overlap", type=truth, default=True, help="communication behind backward: on or off")
+    training.add_argument(
+        "--units",
+        choices=("auto", "blocks", "model"),
+        default="auto",
+        help="what fsdp2 gathers at a time; auto: as fit decides",
+    )
     training.add_argument("--no_sync", type=truth, default=True, help="reduce once per step: on or off")
     training.add_argument("--mfu", type=float, default=ASSUMED_MFU, help="assumed where no calibration matches")
 
@@ -208,6 +214,7 @@ def job_from(options: argparse.Namespace) -> Job:
         options.execution,
         options.overlap,
         options.no_sync,
+        units=options.units,
         autocast=options.autocast,
         mfu=options.mfu,
         reserve_bytes=options.reserve_gib * GIB,
