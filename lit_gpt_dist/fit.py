@@ -38,7 +38,7 @@ from lit_gpt_dist.loggers import loggers
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import OptimConfig
 from lit_gpt_dist.parsing import Parser
-from lit_gpt_dist.runs import global_rank, name_run, run_rank
+from lit_gpt_dist.runs import follow_launcher, global_rank, name_run, run_rank
 from lit_gpt_dist.saved_config import RunConfig
 from lit_gpt_dist.summary import finish, say_loss
 from lit_gpt_dist.trainer import Trainer
@@ -141,6 +141,7 @@ class TrainingCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         options = self.options
+        follow_launcher(options.trainer)
         check_options(options, self.config["subcommand"])
         limit_device_memory()
         on_gpu = options.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()

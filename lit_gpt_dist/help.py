@@ -19,7 +19,7 @@ COMMON = {  # an option without its dashes: what it is, and what happens without
         "trainer.devices": "how many, or which",
         "trainer.num_nodes": "machines",
         "trainer.accelerator": "cpu or gpu",
-        "trainer.strategy": "single, ddp or fsdp2",
+        "trainer.strategy": "single, ddp, fsdp2 or hsdp",
         "trainer.precision": "32-true, bf16-mixed, 16-mixed or 64-true; without it bf16-mixed on a GPU, 32-true on a CPU",
     },
     TRAINING: {

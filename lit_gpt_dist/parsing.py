@@ -105,7 +105,7 @@ def wrong_value(name: str, lines: list[str], known: dict[str, Any]) -> str:
     if fault := wrong_class(name, value, lines):
         return fault
     if name == "trainer.strategy":
-        return "strategy: options belong to a class; name it first: --trainer.strategy DDP (or FSDP2)"
+        return "strategy: options belong to a class; name it first: --trainer.strategy DDP (or FSDP2, HSDP)"
     if name == "trainer.precision":
         return f"precision {value} is not one of {', '.join(PRECISIONS)}"
     if name in ("seed_everything", "model.seed"):

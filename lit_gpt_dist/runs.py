@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch.distributed
 
@@ -68,6 +69,15 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
+def follow_launcher(trainer: Any) -> None:
+    """Ranks that torchrun or a hand has started say how many they are, where ``--trainer.devices`` and ``num_nodes`` are left out."""
+    here, all_of_them = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if trainer.devices == "auto" and here.isdigit() and all_of_them.isdigit() and int(here) > 0:
+        trainer.devices = int(here)
+        if trainer.num_nodes == 1:
+            trainer.num_nodes = max(1, int(all_of_them) // int(here))
+
+
 def first_of_machine() -> bool:
     """As torchrun, Lightning or Slurm counts."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
@@ -92,7 +102,7 @@ def run_rank(body: Callable[[], int], children: Callable[[], list]) -> int:
         # of a rank that Lightning started, its observer would take any other code for a failure, and kill rank 0
         return EXIT_OK if started_by_lightning() else stopped.exit_code
     except UserError as mistake:
-        if global_rank() == 0 or (isinstance(mistake, RanksMissing) and first_of_machine()):
+        if global_rank() == 0 or isinstance(mistake, RanksMissing):
             wait_for(children())
             raise
         code = EXIT_USER_ERROR

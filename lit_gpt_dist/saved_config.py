@@ -14,6 +14,8 @@ class RunConfig(SaveConfigCallback):
         super().__init__(*args, **(kwargs | {"save_to_log_dir": False, "overwrite": True}))
 
     def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            return
         trainer.run_dir.mkdir(parents=True, exist_ok=True)
         path = trainer.run_dir / self.config_filename
         self.parser.save(

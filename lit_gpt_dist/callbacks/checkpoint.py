@@ -59,6 +59,7 @@ class CheckpointCallback(Callback):
             raise UserError(f"checkpoint.failure_hours is {failure_hours}, but must be above 0; leave it out for none")
         self.every_n_steps = every_n_steps
         self.keep = Keep(keep_last, keep_every, keep_best)
+        self._trusted: set[Path] = set()  # checkpoints written here, or read to the last byte
         self.save_at_end = save_at_end
         self.async_save = async_save
         self.failure_hours = failure_hours
@@ -75,7 +76,7 @@ class CheckpointCallback(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if not isinstance(trainer.strategy, FolderCheckpoints):
             raise UserError(
-                f"strategy {type(trainer.strategy).__name__} does not write checkpoint folders; use single, ddp or fsdp2"
+                f"strategy {type(trainer.strategy).__name__} does not write checkpoint folders; use single, ddp, fsdp2 or hsdp"
             )
 
     def on_load_checkpoint(
@@ -185,7 +186,8 @@ class CheckpointCallback(Callback):
         """On rank 0, in the writing thread, once the new one stands: ``last`` means it, and superfluous ones go."""
         self.last_path = path
         layout.point_last(path)
-        retention.enforce(path.parent, run_id, self.keep)
+        self._trusted.add(path)
+        retention.enforce(path.parent, run_id, self.keep, self._trusted)
 
     def _log_cost(self, trainer: pl.Trainer, step: int) -> None:
         if trainer.is_global_zero:

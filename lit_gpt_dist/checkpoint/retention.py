@@ -30,20 +30,42 @@ def superfluous(manifests: Iterable[Manifest], keep: Keep) -> list[Manifest]:
     return [manifest for manifest in ordered if id(manifest) not in kept]
 
 
-def enforce(folder: Path, run_id: str, keep: Keep) -> list[Path]:
+def enforce(folder: Path, run_id: str, keep: Keep, trusted: set[Path]) -> list[Path]:
     """Deletes what ``keep`` does not name of this run's checkpoints in ``folder``. Called after a commit, on rank 0.
 
-    Only folders named like a checkpoint whose manifest is whole and names this run are counted or deleted: another run's
-    stay, and so does a damaged one, which its owner may want to look at.
+    Only folders named like a checkpoint whose manifest is whole and names this run are counted or deleted: another run's stay, and
+    so does one with a damaged manifest, which its owner may want to look at. One whose data are damaged is never what is kept.
+
+    Args:
+        trusted: checkpoints that this process has written or read to the last byte. Others are read once, before anything goes
+            because they are there; the set grows by them.
     """
     own = {
         id(found.manifest): found
         for found in find.list_checkpoints(folder)
         if found.manifest is not None and found.manifest.run_id == run_id and not found.path.is_symlink()
     }
-    doomed = [
-        own[id(manifest)].path for manifest in superfluous((f.manifest for f in own.values() if f.manifest), keep)
-    ]
+    while True:
+        doomed = [
+            own[id(manifest)].path for manifest in superfluous((f.manifest for f in own.values() if f.manifest), keep)
+        ]
+        damaged = [
+            key for key, found in own.items() if doomed and found.path not in doomed and not _whole(found, trusted)
+        ]
+        if not damaged:
+            break
+        for key in damaged:
+            del own[key]
     for path in doomed:
         layout.remove(path, run_id)
     return doomed
+
+
+def _whole(found: find.Found, trusted: set[Path]) -> bool:
+    if found.path not in trusted:
+        try:
+            find.verify(found.path)
+        except layout.DamagedError:
+            return False
+        trusted.add(found.path)
+    return True

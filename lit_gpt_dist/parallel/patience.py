@@ -37,7 +37,7 @@ def patience(
         yield
     except (DistStoreError, DistNetworkError) as error:
         raise RanksMissing(
-            f"the {world_size} ranks did not come together at {place} within {gives_up_after:.0f} s; {remedy}"
+            f"the {world_size} ranks did not come together at {place} (waited {gives_up_after:.0f} s); {remedy}"
         ) from error
     finally:
         timer.cancel()

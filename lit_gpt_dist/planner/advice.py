@@ -83,6 +83,9 @@ def fit_command(job: Job, strategy: str, model_options: str) -> str | None:
         chosen = " ".join([strategy.upper(), *own]) if own else strategy
         options.append(f"--trainer.strategy {chosen} --trainer.devices {job.devices}")
         options += [f"--trainer.num_nodes {job.nodes}"] if job.nodes > 1 else []
+    if job.nodes > 1:  # `fit` starts the processes of one machine only
+        launcher = f"torchrun --nnodes {job.nodes} --nproc-per-node {job.devices} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        options[0] = options[0].replace("lit-gpt-dist", f"{launcher} -m lit_gpt_dist", 1)
     return " ".join(options)
 
 

@@ -154,10 +154,22 @@ def test_retention_deletes_only_this_runs_whole_and_superfluous_ones(tmp_path):
     (damaged / "manifest.json").write_text("{}")
     stranger = ours[0].parent / "notes"
     stranger.mkdir()
-    gone = retention.enforce(ours[0].parent, "a" * 32, Keep(last=1, best=True))
+    gone = retention.enforce(ours[0].parent, "a" * 32, Keep(last=1, best=True), set())
     assert sorted(gone) == [ours[0], ours[2]]  # 40 is the last, 20 the best
     assert all(path.exists() for path in (theirs, ours[1], ours[3], damaged, stranger))
     assert not list(ours[0].parent.glob(".tmp-*"))
+
+
+def test_a_damaged_checkpoint_does_not_count_as_one_that_is_kept(tmp_path):
+    """Else the last whole one would go for its sake."""
+    old, broken, new = (write_checkpoint(tmp_path, step) for step in (5, 8, 12))
+    data = next(path for path in sorted(broken.iterdir()) if path.suffix == ".distcp")
+    data.write_bytes(bytes(len(data.read_bytes())))
+    trusted = {new}
+    assert retention.enforce(new.parent, "a" * 32, Keep(last=2), trusted) == []
+    assert trusted == {new}
+    newest = write_checkpoint(tmp_path, 16)
+    assert retention.enforce(new.parent, "a" * 32, Keep(last=2), trusted | {newest}) == [old, broken]
 
 
 def manifests(*steps_and_losses):

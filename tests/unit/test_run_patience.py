@@ -42,6 +42,6 @@ def test_a_short_wait_is_not_told_and_neither_by_every_rank_of_a_machine(capsys,
 
 
 def test_ranks_that_never_come_are_a_users_mistake():
-    told = "the 4 ranks did not come together at node7:29500 within 620 s; start all 4"
+    told = "the 4 ranks did not come together at node7:29500 .waited 620 s.; start all 4"
     with pytest.raises(RanksMissing, match=told), patience(0, 4, 620):
         raise DistStoreError("Timed out after 620 seconds waiting for clients. 1/4 clients joined.")
