@@ -1,12 +1,14 @@
 """A rank that waits for others says so, and ends with one line where they do not come."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import DistStoreError
 
 from lit_gpt_dist.errors import RanksMissing
 from lit_gpt_dist.parallel.patience import patience
+from lit_gpt_dist.runs import follow_launcher
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +47,24 @@ def test_ranks_that_never_come_are_a_users_mistake():
     told = "the 4 ranks did not come together at node7:29500 .waited 620 s.; start all 4"
     with pytest.raises(RanksMissing, match=told), patience(0, 4, 620):
         raise DistStoreError("Timed out after 620 seconds waiting for clients. 1/4 clients joined.")
+
+
+@pytest.mark.parametrize(
+    ("local", "world", "devices", "nodes", "found"),
+    [
+        ("2", "2", "auto", 1, (2, 1)),
+        ("4", "8", "auto", 1, (4, 2)),
+        ("4", "8", "auto", 2, (4, 2)),
+        ("4", "8", 2, 1, (2, 1)),  # what is given stays, and is answered where it does not fit
+        (None, None, "auto", 1, ("auto", 1)),
+        ("", "x", "auto", 1, ("auto", 1)),
+    ],
+)
+def test_ranks_that_were_started_say_how_many_they_are(monkeypatch, local, world, devices, nodes, found):
+    for name, value in (("LOCAL_WORLD_SIZE", local), ("WORLD_SIZE", world)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    trainer = SimpleNamespace(devices=devices, num_nodes=nodes)
+    follow_launcher(trainer)
+    assert (trainer.devices, trainer.num_nodes) == found
