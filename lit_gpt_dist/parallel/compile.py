@@ -18,8 +18,8 @@ Compile = Literal["auto", "none", "blocks", "model"]
 def resolve_compile(mode: Compile, device: torch.device, by_block: bool) -> Literal["none", "blocks", "model"]:
     """What ``auto`` means.
 
-    Nothing on a CPU, where starting costs more than a small model's run. On a GPU the whole model; blocks (``by_block``) where a
-    block's weights are gathered while another computes.
+    Nothing on a CPU, where starting costs more than a small model's run. On a GPU the whole model; blocks (``by_block``)
+    where a block's weights are gathered while another computes.
     """
     if mode != "auto":
         return mode

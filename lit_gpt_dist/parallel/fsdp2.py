@@ -26,7 +26,7 @@ def precision_policy(precision: str) -> MixedPrecisionPolicy:
 
 
 def gathers_at_once(weight_bytes: int, nvlink: bool) -> bool:
-    """Whether to gather the whole model at once: over NVLink, where hiding a gather saves little, and as long as the memory is little.
+    """Whether to gather the whole model at once: over NVLink, where hiding a gather saves little, as long as it is small.
 
     A slow link's gathers are long enough to be worth hiding behind another block's computation.
     """
@@ -42,7 +42,7 @@ def shard(
 ) -> None:
     """Shards ``model`` in place over ``mesh``: each block a unit, then the root with what is left; or the root with all.
 
-    The root (embedding, final norm, head, or everything) stays gathered between forward and backward: its backward comes first.
+    The root (embedding, final norm, head, or everything) stays gathered between forward and backward, which begins there.
     Call it after recomputation and compilation: hooks must sit outside what they gather for.
     """
     for block in model.blocks if by_block else ():

@@ -65,8 +65,9 @@ class DDP(MeshStrategy):
         super().setup(trainer)
 
     def _cuts_compiled_model(self) -> bool:
-        """Whether what is compiled is cut where a bucket is full, so that it can be sent by then. One bucket needs no cut (torch makes
-        one after the first MiB all the same).
+        """Whether what is compiled is cut where a bucket is full, so that it can be sent by then.
+
+        One bucket needs no cut (torch makes one after the first MiB all the same).
 
         Raises:
             UserError: buckets so small that torch refuses to cut.

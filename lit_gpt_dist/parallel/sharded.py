@@ -63,7 +63,7 @@ class FSDP2(MeshStrategy):
         return torch.device("meta")  # no rank ever holds the whole model
 
     def prepare(self, model: GPT) -> None:
-        """Decides ``units`` where that is left open. One answer for all: ranks that shard differently would wait for each other.
+        """Decides ``units`` where that is left open, for all ranks: those that shard differently would wait for each other.
 
         Raises:
             UserError: an option that means nothing with these units.
@@ -95,7 +95,7 @@ class FSDP2(MeshStrategy):
         fsdp2.assign_shard(parameter, value)
 
     def before_recorded_step(self) -> None:
-        """A validation leaves weights gathered. A step recorded then would hold no gather, and a replay would read the old ones."""
+        """A validation leaves weights gathered: a step recorded then would hold no gather, and a replay read old weights."""
         fsdp2.release(self.lightning_module.model)  # type: ignore[union-attr,arg-type]
 
     def setup(self, trainer: pl.Trainer) -> None:
