@@ -133,6 +133,8 @@ def sent(job: Job, found: Estimate) -> list[str]:
         formula = (
             f"({shards} − 1)/{shards} × {parameters:,.0f} × ({gathers} + {gradient:g} bytes × {reductions} reductions)"
         )
+        if (groups := ranks // shards) > 1:
+            formula += f" + 2·({groups} − 1)/{groups} × {parameters / shards:,.0f} × {gradient:g} bytes × {reductions} across groups"
     else:
         formula = f"2·({ranks} − 1)/{ranks} × {parameters:,.0f} × {gradient:g} bytes"
         formula += "" if job.no_sync else f" × {found.accumulate} micro-batches"

@@ -92,8 +92,8 @@ def exposed_of(job: Job, plan: Layout, accumulate: int, micro: float, parts: Com
     once = time.exposed_seconds(parts.step, backward, parts.last_step)
     if plan.strategy in SHARDED:
         gathers = gathers_per_step(job, plan, accumulate)
-        total = gathers * parts.gather + reductions * parts.reduce + parts.step
-        return total, once + sum(
+        total = gathers * parts.gather + reductions * (parts.reduce + parts.step)
+        return total, reductions * once + sum(
             sharded_exposed(micro, parts, _gathers_of(i, gathers, accumulate), reductions == accumulate or i == 0)
             for i in range(accumulate)
         )

@@ -134,6 +134,17 @@ def test_fsdp2_never_hides_its_first_gather_and_its_last_reduction():
     assert exposed("fsdp2", no_sync=False) == pytest.approx(accumulate * (parts.first_gather + parts.last_reduce))
 
 
+def test_hsdp_reduces_across_groups_as_often_as_within():
+    asked = dict(nodes=2, devices=4, node_link=PCIE, overlap=False)
+    once, each = (estimate(job(**asked, no_sync=no_sync), "hsdp") for no_sync in (True, False))
+    parts = communication_seconds(job(**asked), layout(job(**asked), "hsdp"))
+    more = (once.accumulate - 1) * (parts.reduce + parts.step)
+    assert once.accumulate > 1
+    assert each.times.communication - once.times.communication == pytest.approx(more)
+    (formula, _, _) = explain(job(**asked), once, "sent")[1:]
+    assert "across groups" in formula
+
+
 def test_what_cannot_be_hidden_changes_nothing_where_more_than_that_is_exposed():
     slow = Link("slow", 1e9, "given", "")
     parts = communication_seconds(job(link=slow), layout(job(), "ddp"))
