@@ -141,8 +141,8 @@ class TrainingCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         options = self.options
-        follow_launcher(options.trainer)
         check_options(options, self.config["subcommand"])
+        follow_launcher(options.trainer)
         limit_device_memory()
         on_gpu = options.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         if not options.model.init_from:  # weights bring their shape
