@@ -21,6 +21,7 @@ from lit_gpt_dist.callbacks.position import Position, who_is_missing
 from lit_gpt_dist.callbacks.step_times import StepTimes, percentiles
 from lit_gpt_dist.callbacks.stragglers import StragglerWatch, Work, cause, slowest
 from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.parallel import DDP, FSDP2
 
 ONE_DEVICE = SimpleNamespace(world_size=1, global_rank=0)
 
@@ -234,13 +235,15 @@ def test_monitor_options_are_checked() -> None:
 
 def test_remedies_for_missing_memory_come_cheapest_first_and_leave_out_what_is_in_use() -> None:
     plan = SimpleNamespace(micro_batch=8, global_batch=32, ranks=2)
-    trainer = SimpleNamespace(datamodule=SimpleNamespace(plan=plan), strategy=SimpleNamespace(name="ddp"))
+    trainer = SimpleNamespace(datamodule=SimpleNamespace(plan=plan), strategy=DDP())
     module = SimpleNamespace(recompute="none", device=torch.device("cpu"), config=SimpleNamespace(context=64))
     found = remedies(trainer, module)
     assert [text.split()[0] for text in found[:3]] == ["--data.micro_batch", "--model.recompute", "--trainer.strategy"]
     assert "accumulate 4" in found[0]
-    trainer.strategy.name, module.recompute = "fsdp2", "full"
+    trainer.strategy, module.recompute = FSDP2(), "full"
     assert not any("--trainer.strategy" in text or "--model.recompute" in text for text in remedies(trainer, module))
+    trainer.strategy = FSDP2(units="model")
+    assert remedies(trainer, module)[1].startswith("--trainer.strategy FSDP2 --trainer.strategy.units blocks")
 
 
 def test_what_counts_as_out_of_memory() -> None:
