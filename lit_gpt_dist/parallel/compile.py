@@ -14,6 +14,9 @@ from lit_gpt_dist.model.gpt import GPT
 
 Compile = Literal["auto", "none", "blocks", "model"]
 
+# kernels round to bf16 where the model does; by default they keep fp32 between operations that are compiled together
+AS_THE_MODEL_ROUNDS: dict[str, Any] = {"emulate_precision_casts": True}
+
 
 def resolve_compile(mode: Compile, device: torch.device, by_block: bool) -> Literal["none", "blocks", "model"]:
     """What ``auto`` means.
@@ -31,20 +34,18 @@ def resolve_compile(mode: Compile, device: torch.device, by_block: bool) -> Lite
 def compile_model(model: GPT, mode: Literal["none", "blocks", "model"]) -> None:
     """Compiles in place: parameters keep their names. Shapes are static: a step's windows always have the same.
 
-    Compiled kernels keep in fp32 what the model rounds to bf16 between two operations, so what is compiled together decides
-    what is rounded. Where the run is deterministic they round as the model says: the same, whatever is compiled.
+    Kernels round where the model does, so that a loss does not depend on what is compiled together, or gathered in bf16.
     """
-    if mode != "none":
-        torch._inductor.config.emulate_precision_casts = torch.are_deterministic_algorithms_enabled()
+    how: dict[str, Any] = dict(dynamic=False, options=AS_THE_MODEL_ROUNDS)
     if mode == "model":
         torch._dynamo.config.optimize_ddp = True  # cut where a bucket of DDP's is full, so that it can be sent by then
-        model.compile(dynamic=False)
+        model.compile(**how)
     elif mode == "blocks":
         # a block is short enough already; a cut would only take fusions away
         torch._dynamo.config.optimize_ddp = False
         for block in model.blocks:
-            block.compile(dynamic=False)
-        model.readout = torch.compile(model.readout, dynamic=False)  # type: ignore[method-assign]
+            block.compile(**how)
+        model.readout = torch.compile(model.readout, **how)  # type: ignore[method-assign]
 
 
 def one_kernel(function: Callable[..., Any], mode: str, device: torch.device) -> Callable[..., Any]:
