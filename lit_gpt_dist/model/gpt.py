@@ -167,21 +167,24 @@ class GPT(nn.Module):
         """
         start = caches[0].length if caches else 0
         positions = torch.arange(start, start + tokens.size(1), device=tokens.device)  # (T,)
-        x = self._compute(self.embedding(tokens))  # (B, T, W)
+        # cast once: head and embedding of a tied model add their gradients in one type, also where it was gathered in that
+        table = self._compute(self.embedding.weight)
+        x = F.embedding(tokens, table)  # (B, T, W)
         if self.positions is not None:
-            x = x + self._compute(self.positions(positions))
+            x = x + F.embedding(positions, self._compute(self.positions.weight))
         x = self.dropout(x)
         phases = rotary_phases(positions, self.config, x.dtype) if self.config.positions == "rope" else None
         for index, block in enumerate(self.blocks):
             x = block(x, phases, caches[index] if caches else None)
-        return self.readout(x, targets, reduction)
+        return self.readout(x, table if self.config.tied else self.head.weight, targets, reduction)
 
     def _compute(self, x: Tensor) -> Tensor:
         return x if self.compute_dtype is None else x.to(self.compute_dtype)
 
-    def readout(self, x: Tensor, targets: Tensor | None, reduction: str) -> Tensor:
-        """From the last block's output (B, T, W) to logits or loss: one piece, so that it can be compiled as one."""
-        logits = self.head(self.norm(x))  # (B, T, V)
+    def readout(self, x: Tensor, head: Tensor, targets: Tensor | None, reduction: str) -> Tensor:
+        """From the last block's output (B, T, W) and the head's weights (V, W) to logits or loss: one piece, so that it can be
+        compiled as one."""
+        logits = F.linear(self.norm(x), head.to(x.dtype))  # (B, T, V)
         if targets is None:
             return logits
         return cross_entropy(logits, targets, reduction)

@@ -1,11 +1,12 @@
 """Gradient norm over all ranks, and clipping by it: in place, or within a fused optimizer's update."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lit_gpt_dist.optim.groups import is_fused
@@ -20,13 +21,29 @@ def clip_by_global_norm(parameters: Iterable[Tensor], limit: float | None) -> Te
         The norm before clipping, a scalar on the device; nothing waits for it.
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = get_total_norm([parameter.grad for parameter in with_gradient if parameter.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if limit:
+    norm = global_norm([parameter.grad for parameter in with_gradient if parameter.grad is not None])
+    if limit and with_gradient:
         with torch.no_grad():
-            clip_grads_with_norm_(with_gradient, limit, norm)
+            clip_grads_with_norm_(with_gradient, limit, norm.to(with_gradient[0].dtype))
     return norm
+
+
+def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm of all of them together, those of other ranks' shards included; a scalar in fp64.
+
+    In fp32 a sum over shards would end in other bits than one over the whole, and with it every clipped update: in fp64 they
+    agree to more digits than an update has.
+    """
+    if not gradients:
+        return torch.zeros(())
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    wide = torch.float32 if local[0].device.type == "mps" else torch.float64  # mps has no fp64
+    squares = torch.stack(torch._foreach_norm(local, 2, wide)).square().sum()
+    if isinstance(gradients[0], DTensor):
+        for dimension, placement in enumerate(gradients[0].placements):
+            if placement.is_shard():
+                dist.all_reduce(squares, group=gradients[0].device_mesh.get_group(dimension))
+    return squares.sqrt()
 
 
 def clips_in_update(optimizer: Optimizer) -> bool:
@@ -38,8 +55,8 @@ def clips_in_update(optimizer: Optimizer) -> bool:
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:
-    """What gradients of ``norm`` are divided by so that theirs is at most ``limit``; as torch's, which adds 1e-6."""
-    return ((norm + 1e-6) / limit).clamp(min=1.0)
+    """What gradients of ``norm`` are divided by so that theirs is at most ``limit``; as torch's, which adds 1e-6. In fp32."""
+    return ((norm + 1e-6) / limit).clamp(min=1.0).float()
 
 
 def clip_in_update(

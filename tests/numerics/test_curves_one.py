@@ -6,7 +6,7 @@ import pytest
 from helpers.ranks import on_ranks
 from helpers.training import Run, curves, losses, worst
 
-FP32, FP64 = "32-true", "64-true"
+BF16, FP32, FP64 = "bf16-mixed", "32-true", "64-true"
 # fp32 sums in another order differ by about 1e-7 near a loss of 4; fp64 ones by 1e-15. The margins are what is promised.
 TOLERANCE = {FP32: 1e-6, FP64: 1e-12}
 ONE = Run(steps=16, global_batch=16, micro_batch=4)  # accumulates 4
@@ -50,6 +50,19 @@ def test_every_strategy_follows_the_single_process_curve(ranks: int, precision: 
     assert max(differences.values()) <= TOLERANCE[precision]
     assert all(other == on_each_rank[0] for other in on_each_rank), "the recorded losses are the same on every rank"
     assert reference[-1] < reference[0] - 0.1, "a curve that does not fall proves little"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_in_bf16_the_curve_is_the_same_to_the_last_bit_on_the_same_micro_batches(ranks: int) -> None:
+    """Gradients of 8 significant bits add up in fp32 to the same sum in any order, as long as nothing else depends on the layout."""
+    layouts = [*RUNS[ranks], ONE.on("hsdp", 4, strategy_options=dict(shard_ranks=2))]
+    runs = [
+        replace(run, precision=BF16) for run in layouts if run.ranks == ranks and run.micro_batch == ONE.micro_batch
+    ]
+    reference = losses(replace(ONE, precision=BF16))
+    assert reference[-1] < reference[0] - 0.1, "a curve that does not fall proves little"
+    for name, curve in on_ranks(ranks, curves, runs)[0].items():
+        assert curve == reference, name
 
 
 def test_accumulation_and_recomputation_do_not_change_the_curve_of_one_process() -> None:
