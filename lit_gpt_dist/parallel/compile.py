@@ -14,8 +14,9 @@ from lit_gpt_dist.model.gpt import GPT
 
 Compile = Literal["auto", "none", "blocks", "model"]
 
-# kernels round to bf16 where the model does; by default they keep fp32 between operations that are compiled together
-AS_THE_MODEL_ROUNDS: dict[str, Any] = {"emulate_precision_casts": True}
+# Kernels round to bf16 where the model does. By default they would keep fp32 between operations compiled together (the first
+# option), and rewriting would drop casts there and back, or let a product add on its way what another had rounded (the second).
+AS_WRITTEN: dict[str, Any] = {"emulate_precision_casts": True, "pattern_matcher": False}
 
 
 def resolve_compile(mode: Compile, device: torch.device, by_block: bool) -> Literal["none", "blocks", "model"]:
@@ -36,7 +37,7 @@ def compile_model(model: GPT, mode: Literal["none", "blocks", "model"]) -> None:
 
     Kernels round where the model does, so that a loss does not depend on what is compiled together, or gathered in bf16.
     """
-    how: dict[str, Any] = dict(dynamic=False, options=AS_THE_MODEL_ROUNDS)
+    how: dict[str, Any] = dict(dynamic=False, options=AS_WRITTEN)
     if mode == "model":
         torch._dynamo.config.optimize_ddp = True  # cut where a bucket of DDP's is full, so that it can be sent by then
         model.compile(**how)
@@ -45,6 +46,7 @@ def compile_model(model: GPT, mode: Literal["none", "blocks", "model"]) -> None:
         torch._dynamo.config.optimize_ddp = False
         for block in model.blocks:
             block.compile(**how)
+        model.embed = torch.compile(model.embed, **how)  # type: ignore[method-assign]
         model.readout = torch.compile(model.readout, **how)  # type: ignore[method-assign]
 
 

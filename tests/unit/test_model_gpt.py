@@ -9,7 +9,7 @@ from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.generate import choose, generate_tokens
 from lit_gpt_dist.model.config import PRESETS, GPTConfig, preset
 from lit_gpt_dist.model.flops import flops_per_token, model_flops_utilization
-from lit_gpt_dist.model.gpt import GPT, rotary_phases, rotate
+from lit_gpt_dist.model.gpt import GPT, compiled_cross_entropy, cross_entropy, rotary_phases, rotate
 from lit_gpt_dist.model.init import initialize
 
 SMALL = GPTConfig(layers=2, heads=4, width=32, context=16, vocab_size=50)
@@ -169,3 +169,25 @@ def test_a_shape_that_cannot_be_is_refused(change: dict, rule: str) -> None:
 def test_logits_that_are_not_finite_choose_no_token() -> None:
     with pytest.raises(UserError, match="not finite"):
         choose(torch.tensor([0.0, torch.nan]), 1.0, None, None, torch.Generator())
+
+
+@pytest.mark.parametrize("vocabulary", [48, 50])  # with rows that need no padding, and some that do
+@pytest.mark.parametrize("reduction", ["mean", "window"])
+def test_the_loss_written_for_the_compiler_has_the_value_and_gradients_of_the_usual_one(
+    vocabulary: int, reduction: str
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, head = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3, 7, 16), (vocabulary, 16))
+    )
+    targets = torch.randint(0, vocabulary, (3, 7), generator=generator)
+    found = []
+    for loss_of in (
+        lambda x, head: compiled_cross_entropy(x, head, targets, reduction),
+        lambda x, head: cross_entropy(x @ head.T, targets, reduction),
+    ):
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, head)]
+        loss = loss_of(*inputs)
+        found.append((loss.detach(), *torch.autograd.grad(loss.sum(), inputs)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
