@@ -37,7 +37,7 @@ from lit_gpt_dist.help import FULL, FullHelp
 from lit_gpt_dist.loggers import loggers
 from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import OptimConfig
-from lit_gpt_dist.parsing import Parser
+from lit_gpt_dist.parsing import Parser, strategy_by_class
 from lit_gpt_dist.runs import follow_launcher, global_rank, name_run, run_rank
 from lit_gpt_dist.saved_config import RunConfig
 from lit_gpt_dist.summary import finish, say_loss
@@ -124,7 +124,7 @@ class TrainingCLI(LightningCLI):
     # ---- between parsing and building -----------------------------------------------------------------------------
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        super().parse_arguments(parser, args)
+        super().parse_arguments(parser, strategy_by_class(args) if isinstance(args, list) else args)
         check_seed(self.options.seed_everything)
         path = self.options.get("ckpt_path")
         if path and Path(path).is_file():

@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.help import FULL, first_screen
+from lit_gpt_dist.parallel import STRATEGIES
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "64-true")
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
@@ -42,6 +43,20 @@ class Parser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         raise UserError(readable(message, known_options(self), self._config_file))
+
+
+def strategy_by_class(arguments: list[str]) -> list[str]:
+    """``--trainer.strategy fsdp2`` as its class where options of it follow, for the parser gives options to classes alone."""
+    option = "--trainer.strategy"
+    if not any(word.startswith(f"{option}.") for word in arguments):
+        return arguments
+    found = list(arguments)
+    for at, word in enumerate(arguments):
+        if word.startswith(f"{option}=") and (strategy := STRATEGIES.get(word.partition("=")[2])):
+            found[at] = f"{option}={strategy.__name__}"
+        elif at and arguments[at - 1] in (option, f"{option}.help") and (strategy := STRATEGIES.get(word)):
+            found[at] = strategy.__name__
+    return found
 
 
 def known_options(parser: Any) -> dict[str, Any]:
@@ -105,7 +120,7 @@ def wrong_value(name: str, lines: list[str], known: dict[str, Any]) -> str:
     if fault := wrong_class(name, value, lines):
         return fault
     if name == "trainer.strategy":
-        return "strategy: options belong to a class; name it first: --trainer.strategy DDP (or FSDP2, HSDP)"
+        return "strategy: options belong to one that is named before them: --trainer.strategy ddp (or fsdp2, hsdp)"
     if name == "trainer.precision":
         return f"precision {value} is not one of {', '.join(PRECISIONS)}"
     if name in ("seed_everything", "model.seed"):

@@ -12,7 +12,7 @@ from lit_gpt_dist import __version__
 from lit_gpt_dist.cli import COMMANDS, guarded
 from lit_gpt_dist.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from lit_gpt_dist.help import COMMON
-from lit_gpt_dist.parsing import describe, unknown_option, wrong_value
+from lit_gpt_dist.parsing import describe, strategy_by_class, unknown_option, wrong_value
 
 KNOWN = dict.fromkeys(["model.size", "model.kv_heads", "trainer.max_steps", "trainer.max_time", "optim.lr", "tag"])
 
@@ -45,7 +45,8 @@ def test_help_is_one_screen_of_common_options_and_names_the_way_to_all(monkeypat
     assert "text logged for TensorBoard at each validation" in texts
     assert "The one printed after training has --sample_tokens" in texts
     assert "--trainer.max_steps" not in here("validate", "--help").out
-    assert "bucket_cap_mb" in here("fit", "--trainer.strategy.help", "DDP").out
+    for name in ("DDP", "ddp"):
+        assert "bucket_cap_mb" in here("fit", "--trainer.strategy.help", name).out
 
 
 def test_tools_start_without_torch() -> None:
@@ -104,3 +105,12 @@ def test_types_are_told_in_a_persons_words() -> None:
 
 def test_a_value_of_no_known_type_keeps_the_parsers_words() -> None:
     assert wrong_value("tag", ['Parser key "tag":', "something else"], KNOWN) == 'Parser key "tag": something else'
+
+
+def test_options_of_a_strategy_follow_its_name() -> None:
+    option = ["--trainer.strategy.units", "model"]
+    assert strategy_by_class(["--trainer.strategy", "fsdp2", *option]) == ["--trainer.strategy", "FSDP2", *option]
+    assert strategy_by_class(["--trainer.strategy=fsdp2", *option]) == ["--trainer.strategy=FSDP2", *option]
+    assert strategy_by_class(["--trainer.strategy", "fsdp2"]) == ["--trainer.strategy", "fsdp2"], (
+        "the shorter one is kept"
+    )
