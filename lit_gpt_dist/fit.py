@@ -277,13 +277,14 @@ def main(argv: list[str]) -> int:
         except UserError:
             discard_unused_run(clis)
             raise
+        discard_unused_run(clis)
         return EXIT_OK
 
     return run_rank(body, lambda: started_processes(clis))
 
 
 def discard_unused_run(clis: list[TrainingCLI]) -> None:
-    """A run refused before its first step leaves no folder behind: its name was new, so what is in it is this run's."""
+    """A run without a step, refused or already finished, leaves no folder: its name was new, so what is in it is this run's."""
     trainer = getattr(clis[0], "trainer", None)
     if (
         trainer is None

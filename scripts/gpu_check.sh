@@ -21,11 +21,11 @@ for rate in 1e-4 3e-4; do
     fit "single-$rate" $curve --optim.lr $rate --trainer.devices 1
     fit "ddp2-$rate" $curve --optim.lr $rate --trainer.devices 2 --trainer.strategy ddp
     for units in blocks model; do
-        fit "fsdp2-$units-$rate" $curve --optim.lr $rate --trainer.devices 2 --trainer.strategy FSDP2 \
+        fit "fsdp2-$units-$rate" $curve --optim.lr $rate --trainer.devices 2 --trainer.strategy fsdp2 \
             --trainer.strategy.units $units
     done
 done
-big="--model.size big --data.global_batch 64 --data.micro_batch 4 --trainer.devices 2 --trainer.strategy FSDP2 --trainer.strategy.units blocks --export false"
+big="--model.size big --data.global_batch 64 --data.micro_batch 4 --trainer.devices 2 --trainer.strategy fsdp2 --trainer.strategy.units blocks --export false"
 fit big-fsdp2 $big --trainer.max_steps 20 --trainer.val_check_interval 100 --checkpoint.save_at_end false
 fit big-fsdp2-recompute $big --trainer.max_steps 20 --trainer.val_check_interval 100 --checkpoint.save_at_end false --model.recompute full
 ${PYTHON:-python3} - "$out" <<'P'

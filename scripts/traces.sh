@@ -21,7 +21,7 @@ for megabytes in 5 25 100; do
     traced "ddp-$megabytes" "${options[@]}" --trainer.strategy lit_gpt_dist.parallel.DDP --trainer.strategy.bucket_cap_mb "$megabytes"
 done
 for units in blocks model; do
-    traced "fsdp2-$units" "${options[@]}" --trainer.strategy FSDP2 --trainer.strategy.units "$units"
+    traced "fsdp2-$units" "${options[@]}" --trainer.strategy fsdp2 --trainer.strategy.units "$units"
 done
 # one bucket for everything: it is sent when backward is over
 traced ddp-no-overlap "${options[@]}" --trainer.strategy lit_gpt_dist.parallel.DDP --trainer.strategy.bucket_cap_mb 10000

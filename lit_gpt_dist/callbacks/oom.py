@@ -101,7 +101,7 @@ def remedies(trainer: Any, module: Any) -> list[str]:
         found.append("--model.recompute full: activations are computed twice instead of kept; about +30% time")
     if getattr(trainer.strategy, "units", None) == "model":
         found.append(
-            f"--trainer.strategy {type(trainer.strategy).__name__} --trainer.strategy.units blocks: weights are gathered block by "
+            f"--trainer.strategy {trainer.strategy.name} --trainer.strategy.units blocks: weights are gathered block by "
             "block instead of at once; costs a little speed"
         )
     if not trainer.strategy.shards_weights:

@@ -80,8 +80,7 @@ def fit_command(job: Job, strategy: str, model_options: str) -> str | None:
     if strategy != "single":
         own = [] if job.no_sync else ["--trainer.strategy.no_sync false"]
         own += [f"--trainer.strategy.units {job.units}"] if strategy in SHARDED and job.units != "auto" else []
-        chosen = " ".join([strategy.upper(), *own]) if own else strategy
-        options.append(f"--trainer.strategy {chosen} --trainer.devices {job.devices}")
+        options.append(" ".join([f"--trainer.strategy {strategy}", *own, f"--trainer.devices {job.devices}"]))
         options += [f"--trainer.num_nodes {job.nodes}"] if job.nodes > 1 else []
     if job.nodes > 1:  # `fit` starts the processes of one machine only
         launcher = f"torchrun --nnodes {job.nodes} --nproc-per-node {job.devices} --rdzv-backend c10d --rdzv-endpoint HOST:29500"

@@ -18,6 +18,7 @@ def test_a_run_that_is_at_its_end_has_nothing_to_do(text: Path, tmp_path: Path) 
         assert again.code == 0, again.text
         assert "nothing to do: the checkpoint is at step 4" in again.out
     assert len(results(tmp_path)) == 1, "no steps, no line"
+    assert len(list(tmp_path.glob("*/config.yaml"))) == 1, "and no folder"
 
 
 def test_a_resumed_run_keeps_its_global_batch_whatever_the_micro_batch_unless_another_is_given(

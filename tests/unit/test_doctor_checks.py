@@ -273,3 +273,10 @@ def test_looking_imports_no_torch(tmp_path):
     code = f"import sys; from lit_gpt_dist.doctor.command import main; main(['--folder', {str(tmp_path)!r}]); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip().endswith("False")
+
+
+@pytest.mark.parametrize(("load", "light"), [(0.2, Light.GREEN), (1.9, Light.YELLOW)])
+def test_other_work_on_the_cpus_is_named_with_its_remedy(load, light):
+    check = machine.load_check(load, 2)
+    assert check.light is light
+    assert ("OMP_NUM_THREADS=1" in check.advice) == (light is Light.YELLOW)

@@ -243,7 +243,7 @@ def test_remedies_for_missing_memory_come_cheapest_first_and_leave_out_what_is_i
     trainer.strategy, module.recompute = FSDP2(), "full"
     assert not any("--trainer.strategy" in text or "--model.recompute" in text for text in remedies(trainer, module))
     trainer.strategy = FSDP2(units="model")
-    assert remedies(trainer, module)[1].startswith("--trainer.strategy FSDP2 --trainer.strategy.units blocks")
+    assert remedies(trainer, module)[1].startswith("--trainer.strategy fsdp2 --trainer.strategy.units blocks")
 
 
 def test_what_counts_as_out_of_memory() -> None:
