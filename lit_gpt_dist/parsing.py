@@ -1,5 +1,5 @@
-"""Makes one readable line of what jsonargparse says about a command line or a config file. Knows no option by name but
-``trainer.precision``, of whose many values this project runs four."""
+"""Makes one readable line of what jsonargparse says about a command line or a config file. Knows two options by name:
+``trainer.precision``, of whose many values this project runs four, and ``trainer.strategy``, whose names stand for classes."""
 
 import difflib
 import re
