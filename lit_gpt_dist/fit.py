@@ -63,6 +63,7 @@ class TrainingCLI(LightningCLI):
 
     def __init__(self, args: ArgsType, register: list["TrainingCLI"]) -> None:
         register.append(self)  # before anything can fail: whoever cleans up must find the Trainer
+        self.new_folder: Path | None = None  # of the run; made by this process, or by nobody yet
         super().__init__(
             GPTModule,
             GPTDataModule,
@@ -155,6 +156,8 @@ class TrainingCLI(LightningCLI):
         torch.set_float32_matmul_precision(options.matmul_precision)
         if self.config["subcommand"] == "fit":
             self._count_in_steps(options)
+        # as Lightning has it: two spellings of one folder would be two
+        options.trainer.default_root_dir = os.path.normpath(os.path.expanduser(options.trainer.default_root_dir))
         writable(Path(options.trainer.default_root_dir))
 
     def _count_in_steps(self, options: Namespace) -> None:
@@ -174,7 +177,9 @@ class TrainingCLI(LightningCLI):
         check_savers(self._get(self.config_init, "trainer"))
         fitting = self.config["subcommand"] == "fit"
         root = Path(options.trainer.default_root_dir)
-        name = name_run(root, options.tag or "", options.model.size or "custom") if fitting else None
+        name, new = name_run(root, options.tag or "", options.model.size or "custom") if fitting else (None, False)
+        if name and new and global_rank() == 0:
+            self.new_folder = root / name
         if options.trainer.logger in (None, True):
             kwargs["logger"] = loggers(root, name, options.monitor.csv) if name else False
         bar = StepBar(options.quiet)
@@ -272,33 +277,35 @@ def main(argv: list[str]) -> int:
         try:
             TrainingCLI(argv, clis)
         except MisconfigurationException as mistake:
-            discard_unused_run(clis)
+            discard_unused_run(clis, "failed")
             raise UserError(" ".join(str(mistake).split())) from mistake
         except UserError:
-            discard_unused_run(clis)
+            discard_unused_run(clis, "failed")
             raise
-        discard_unused_run(clis)
+        discard_unused_run(clis, None)
         return EXIT_OK
 
     return run_rank(body, lambda: started_processes(clis))
 
 
-def discard_unused_run(clis: list[TrainingCLI]) -> None:
-    """A run without a step, refused or already finished, leaves no folder: its name was new, so what is in it is this run's."""
-    trainer = getattr(clis[0], "trainer", None)
-    if (
-        trainer is None
-        or not trainer.is_global_zero
-        or getattr(trainer.lightning_module, "step_loss", None) is not None
-    ):
+def discard_unused_run(clis: list[TrainingCLI], status: str | None) -> None:
+    """A training without a step, refused or already finished, leaves no folder. Only one that was new is removed.
+
+    Args:
+        status: to tell the loggers; None: Lightning has told them how the run ended.
+    """
+    folder, trainer = clis[0].new_folder, getattr(clis[0], "trainer", None)
+    if folder is None:
         return
-    for logger in trainer.loggers:
-        logger.finalize("failed")
-    root = Path(trainer.default_root_dir)
-    if trainer.run_dir != root:
-        shutil.rmtree(trainer.run_dir, ignore_errors=True)
+    if getattr(getattr(trainer, "lightning_module", None), "step_loss", None) is not None:
         with contextlib.suppress(OSError):
-            root.rmdir()  # only where it is empty
+            folder.rmdir()  # only where it is empty: fast_dev_run writes nothing
+        return
+    for logger in trainer.loggers if trainer is not None and status else ():
+        logger.finalize(status)
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()  # only where it is empty
 
 
 def started_processes(clis: list[TrainingCLI]) -> list:

@@ -52,8 +52,9 @@ def strategy_by_class(arguments: list[str]) -> list[str]:
         return arguments
     found = list(arguments)
     for at, word in enumerate(arguments):
-        if word.startswith(f"{option}=") and (strategy := STRATEGIES.get(word.partition("=")[2])):
-            found[at] = f"{option}={strategy.__name__}"
+        name, equals, value = word.partition("=")
+        if equals and name in (option, f"{option}.help") and (strategy := STRATEGIES.get(value)):
+            found[at] = f"{name}={strategy.__name__}"
         elif at and arguments[at - 1] in (option, f"{option}.help") and (strategy := STRATEGIES.get(word)):
             found[at] = strategy.__name__
     return found
@@ -120,7 +121,7 @@ def wrong_value(name: str, lines: list[str], known: dict[str, Any]) -> str:
     if fault := wrong_class(name, value, lines):
         return fault
     if name == "trainer.strategy":
-        return "strategy: options belong to one that is named before them: --trainer.strategy ddp (or fsdp2, hsdp)"
+        return "strategy: options belong to one that is named before them on the command line: --trainer.strategy ddp (or fsdp2, hsdp)"
     if name == "trainer.precision":
         return f"precision {value} is not one of {', '.join(PRECISIONS)}"
     if name in ("seed_everything", "model.seed"):

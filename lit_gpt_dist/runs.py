@@ -32,17 +32,31 @@ def global_rank() -> int:
     return 0
 
 
-def name_run(root: Path, tag: str, size: str) -> str:
-    """A folder name under ``root`` that no run has: the tag, or the size and the time."""
+def name_run(root: Path, tag: str, size: str) -> tuple[str, bool]:
+    """A folder name under ``root`` that no run has: the tag, or the size and the time; and whether it is new.
+
+    The first process makes the folder, so that no other run takes the name meanwhile. Ranks of a launcher all choose at once,
+    and must come to the same.
+    """
     if os.environ.get(RUN_VARIABLE):
-        return os.environ[RUN_VARIABLE]
+        return os.environ[RUN_VARIABLE], False
     base = tag or f"{size}-{datetime.now():%Y%m%d-%H%M%S}"
     name, number = base, 1
-    while (root / name).exists():
+    alone = os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("SLURM_NTASKS", "1") == "1"
+    while not (reserved(root / name) if alone else not (root / name).exists()):
         number += 1
         name = f"{base}-{number}"
     os.environ[RUN_VARIABLE] = name
-    return name
+    return name, True
+
+
+def reserved(folder: Path) -> bool:
+    """Makes ``folder``, if nobody else has."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    return True
 
 
 def started_by_lightning() -> bool:

@@ -18,10 +18,10 @@ traced() {
 # so many windows that the step takes longer than the host needs to launch it: else one rank waits for the other's host
 options=(--model.size gpt2 --trainer.max_steps 30 --data.micro_batch 128 --data.global_batch 256 "$@")
 for megabytes in 5 25 100; do
-    traced "ddp-$megabytes" "${options[@]}" --trainer.strategy lit_gpt_dist.parallel.DDP --trainer.strategy.bucket_cap_mb "$megabytes"
+    traced "ddp-$megabytes" "${options[@]}" --trainer.strategy ddp --trainer.strategy.bucket_cap_mb "$megabytes"
 done
 for units in blocks model; do
     traced "fsdp2-$units" "${options[@]}" --trainer.strategy fsdp2 --trainer.strategy.units "$units"
 done
 # one bucket for everything: it is sent when backward is over
-traced ddp-no-overlap "${options[@]}" --trainer.strategy lit_gpt_dist.parallel.DDP --trainer.strategy.bucket_cap_mb 10000
+traced ddp-no-overlap "${options[@]}" --trainer.strategy ddp --trainer.strategy.bucket_cap_mb 10000

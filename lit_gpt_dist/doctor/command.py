@@ -80,7 +80,9 @@ def all_checks(folder: Path) -> list[Check]:
         checks += found
     checks += versions.version_checks(versions.installed(), devices.driver_version() if every else None, len(every))
     checks.append(machine.pinning_check(topology, os.sched_getaffinity(0), machine.count_numa_nodes()))
-    checks.append(machine.load_check(os.getloadavg()[0], len(os.sched_getaffinity(0))))
+    if not every:
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        checks.append(machine.load_check(os.getloadavg()[0], len(os.sched_getaffinity(0)), threads))
     checks.append(machine.shared_memory_check())
     checks.append(machine.port_check(dict(os.environ)))
     checks.append(machine.loopback_check())

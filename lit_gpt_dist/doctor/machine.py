@@ -138,16 +138,20 @@ def pinning_check(topology: Topology | None, allowed: set[int], numa_nodes: int)
     return Check(name, Light.YELLOW, f"{count}; not pinned, so memory may be on the far side", advice)
 
 
-def load_check(load: float, cpus: int) -> Check:
-    """Whether other work keeps the CPUs busy: ``load``, the mean number of runnable processes over the last minute.
+def load_check(load: float, cpus: int, threads: str) -> Check:
+    """Whether other work on this machine holds the CPUs, where training runs on them.
 
     Threads of one operation wait for one another in a loop, for a CPU that other work holds: two threads on two busy CPUs
     were seen to take 3 to 19 times as long as on idle ones, and up to 12 times as long as one thread.
+
+    Args:
+        load: the machine's mean number of runnable processes over the last minute.
+        threads: OMP_NUM_THREADS, or nothing.
     """
-    found = f"{load:.1f} of {cpus} CPUs busy over the last minute"
-    if load < cpus / 2:
+    found = f"load {load:.1f} over the last minute, {cpus} CPUs"
+    if load < cpus / 2 or threads == "1":
         return Check("other work", Light.GREEN, found)
-    advice = "training on the CPU may be many times slower: end what else runs, or set OMP_NUM_THREADS=1"
+    advice = "training may be many times slower: end what else runs, or set OMP_NUM_THREADS=1"
     return Check("other work", Light.YELLOW, found, advice)
 
 

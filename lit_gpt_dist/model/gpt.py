@@ -170,7 +170,7 @@ class GPT(nn.Module):
         # cast once: head and embedding of a tied model add their gradients in one type, also where it was gathered in that
         table = self._compute(self.embedding.weight)
         x = self.dropout(self.embed(tokens, positions, table))
-        phases = rotary_phases(positions, self.config, x.dtype) if self.config.positions == "rope" else None
+        phases = self.phases(positions, x.dtype) if self.config.positions == "rope" else None
         for index, block in enumerate(self.blocks):
             x = block(x, phases, caches[index] if caches else None)
         return self.readout(x, table if self.config.tied else self.head.weight, targets, reduction)
@@ -182,6 +182,10 @@ class GPT(nn.Module):
         """The first block's input (B, T, W), without dropout, from the embedding's ``table`` (V, W): one piece, as ``readout``."""
         x = lookup(tokens, table)
         return x if self.positions is None else x + lookup(positions, self._compute(self.positions.weight))
+
+    def phases(self, positions: Tensor, dtype: torch.dtype) -> Phases:
+        """One piece too: compiled, sines have other last bits."""
+        return rotary_phases(positions, self.config, dtype)
 
     def readout(self, x: Tensor, head: Tensor, targets: Tensor | None, reduction: str) -> Tensor:
         """From the last block's output (B, T, W) and the head's weights (V, W) to logits or loss: one piece, so that it can be

@@ -29,21 +29,25 @@ def clip_by_global_norm(parameters: Iterable[Tensor], limit: float | None) -> Te
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm of all of them together, those of other ranks' shards included; a scalar in fp64.
+    """L2 norm of all of them together, those of other ranks' shards included: a scalar in fp64 (fp32 on mps, which has no other).
 
     In fp32 a sum over shards would end in other bits than one over the whole, and with it every clipped update: in fp64 they
-    agree to more digits than an update has.
+    agree to more digits than an update has. Where the squares leave the range of the gradients' own type it is infinite, for so
+    would AdamW's second moments be.
+
+    Args:
+        gradients: plain tensors, or all of one mesh and in the same placements.
     """
     if not gradients:
         return torch.zeros(())
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    wide = torch.float32 if local[0].device.type == "mps" else torch.float64  # mps has no fp64
+    wide = torch.float32 if local[0].device.type == "mps" else torch.float64
     squares = torch.stack(torch._foreach_norm(local, 2, wide)).square().sum()
     if isinstance(gradients[0], DTensor):
         for dimension, placement in enumerate(gradients[0].placements):
             if placement.is_shard():
                 dist.all_reduce(squares, group=gradients[0].device_mesh.get_group(dimension))
-    return squares.sqrt()
+    return squares.masked_fill(squares > torch.finfo(local[0].dtype).max, torch.inf).sqrt()
 
 
 def clips_in_update(optimizer: Optimizer) -> bool:

@@ -47,6 +47,7 @@ def compile_model(model: GPT, mode: Literal["none", "blocks", "model"]) -> None:
         for block in model.blocks:
             block.compile(**how)
         model.embed = torch.compile(model.embed, **how)  # type: ignore[method-assign]
+        model.phases = torch.compile(model.phases, **how)  # type: ignore[method-assign]
         model.readout = torch.compile(model.readout, **how)  # type: ignore[method-assign]
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from helpers.commands import COMMAND, SMALL, clean_environment, here, results
 
+from lit_gpt_dist.runs import name_run
+
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -19,6 +21,27 @@ def test_a_run_that_is_at_its_end_has_nothing_to_do(text: Path, tmp_path: Path) 
         assert "nothing to do: the checkpoint is at step 4" in again.out
     assert len(results(tmp_path)) == 1, "no steps, no line"
     assert len(list(tmp_path.glob("*/config.yaml"))) == 1, "and no folder"
+
+
+def test_nothing_that_an_earlier_run_wrote_is_removed(text: Path, tmp_path: Path) -> None:
+    """However the folder is spelled, and whoever finds nothing to do."""
+    common = ["--data.corpus", str(text), "--trainer.default_root_dir"]
+    assert here("fit", *SMALL, *common, str(tmp_path / "logs"), "--tag", "one").code == 0
+    (tmp_path / "beside").mkdir()
+    before = set((tmp_path / "logs").rglob("*"))
+    spelled = f"{tmp_path}/beside/../logs"
+    for command in ("validate", "test", "fit"):
+        assert here(command, *SMALL, *common, spelled, "--ckpt_path", "last").code == 0
+    assert here("validate", *SMALL, *common, spelled, "--ckpt_path", str(tmp_path / "none")).code == 2
+    assert set((tmp_path / "logs").rglob("*")) == before
+
+
+def test_a_name_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for expected in ("x", "x-2"):
+        monkeypatch.delenv("LIT_GPT_DIST_RUN", raising=False)
+        assert name_run(tmp_path, "x", "tiny") == (expected, True)
+        assert (tmp_path / expected).is_dir(), "before anything is written there"
+    assert name_run(tmp_path, "x", "tiny") == ("x-2", False), "one that was handed over is not new"
 
 
 def test_a_resumed_run_keeps_its_global_batch_whatever_the_micro_batch_unless_another_is_given(

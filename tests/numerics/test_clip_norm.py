@@ -8,6 +8,8 @@ import torch
 from helpers.ranks import on_ranks
 from helpers.training import Run, build, full, full_parameters
 
+from lit_gpt_dist.parallel.clip import global_norm
+
 LIMIT = 0.25
 ONE = Run(steps=4, precision="64-true", clip=LIMIT, optim=dict(lr=1e-3, warmup_steps=0))
 
@@ -73,3 +75,10 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 def test_without_a_limit_the_norm_is_measured_and_nothing_clipped() -> None:
     before, after = norms(Run(steps=2, precision="64-true", clip=None))
     assert after == pytest.approx(before, rel=1e-12)
+
+
+@pytest.mark.parametrize(("size", "finite"), [(1e18, True), (1e25, False), (3e38, False)])
+def test_a_norm_whose_square_leaves_the_range_of_the_gradients_is_infinite(size: float, finite: bool) -> None:
+    """It is summed in fp64, which has room; AdamW's second moments have none, and would stay infinite."""
+    norm = global_norm([torch.ones(3), torch.tensor([size])])
+    assert bool(torch.isfinite(norm)) == finite

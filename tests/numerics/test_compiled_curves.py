@@ -34,7 +34,7 @@ def test_a_compiled_run_follows_the_eager_curve_without_compiling_again(mode: st
     print(f"{mode}: worst difference {max(gaps):.1e}")
     assert max(gaps) <= 1e-5, "other kernels round otherwise in fp32, and no more than that"
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    # what is before the blocks, one for both blocks, what is behind; validation runs eagerly
+    # what is before the blocks, one for both blocks, what is behind (there are no phases); validation runs eagerly
     assert graphs == {"model": 1, "blocks": 3}[mode]
 
 
@@ -55,9 +55,17 @@ def test_a_model_gathered_at_once_is_compiled_whole_and_follows_the_eager_curve(
 
 
 @needs_compiler
-def test_in_bf16_a_run_is_the_same_whatever_is_compiled() -> None:
+@pytest.mark.parametrize("positions", ["learned", "rope"])
+def test_in_bf16_a_run_is_the_same_whatever_is_compiled(positions: str) -> None:
     """Compiled whole or by block, to the last bit; as the compiler rounds by default, three steps part by 1e-5 to 6e-4."""
-    run = Run(steps=3, precision="bf16-mixed", trainer=dict(deterministic=True), model=SMALL | dict(layers=1))
+    shape = SMALL | dict(layers=1, positions=positions)
+    run = Run(
+        steps=4,
+        precision="bf16-mixed",
+        trainer=dict(deterministic=True),
+        model=shape,
+        optim=dict(lr=3e-3, warmup_steps=2),
+    )
     found = []
     try:
         for mode in ("model", "blocks"):

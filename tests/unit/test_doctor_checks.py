@@ -275,8 +275,10 @@ def test_looking_imports_no_torch(tmp_path):
     assert found.stdout.strip().endswith("False")
 
 
-@pytest.mark.parametrize(("load", "light"), [(0.2, Light.GREEN), (1.9, Light.YELLOW)])
-def test_other_work_on_the_cpus_is_named_with_its_remedy(load, light):
-    check = machine.load_check(load, 2)
+@pytest.mark.parametrize(
+    ("load", "threads", "light"), [(0.2, "", Light.GREEN), (1.9, "", Light.YELLOW), (1.9, "1", Light.GREEN)]
+)
+def test_other_work_on_the_cpus_is_named_with_its_remedy(load, threads, light):
+    check = machine.load_check(load, 2, threads)
     assert check.light is light
     assert ("OMP_NUM_THREADS=1" in check.advice) == (light is Light.YELLOW)
