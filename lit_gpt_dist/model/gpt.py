@@ -229,8 +229,9 @@ def compiled_cross_entropy(x: Tensor, head: Tensor, targets: Tensor, reduction: 
     start at multiples of 16 bytes, without which products are several times slower on a GPU.
     """
     vocabulary = head.size(0)
-    padded = F.pad(head, (0, 0, 0, -vocabulary % 8))
-    logits = F.linear(x, padded)[..., :vocabulary]
+    if vocabulary % 8:  # by nothing it would still be a copy
+        head = F.pad(head, (0, 0, 0, -vocabulary % 8))
+    logits = F.linear(x, head)[..., :vocabulary]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     is_target = torch.arange(vocabulary, device=targets.device) == targets.unsqueeze(-1)  # (B, T, V)
     losses = wide.logsumexp(dim=-1) - torch.where(is_target, wide, 0).sum(dim=-1)  # (B, T)
