@@ -43,8 +43,9 @@ from lit_gpt_dist.saved_config import RunConfig
 from lit_gpt_dist.summary import finish, say_loss
 from lit_gpt_dist.trainer import Trainer
 
+ROOT = "logs"
 TRAINER_DEFAULTS = dict(
-    default_root_dir="logs",
+    default_root_dir=ROOT,
     max_epochs=-1,  # steps are counted, not epochs
     check_val_every_n_epoch=None,  # so that val_check_interval counts optimizer steps
     num_sanity_val_steps=0,
@@ -156,8 +157,9 @@ class TrainingCLI(LightningCLI):
         torch.set_float32_matmul_precision(options.matmul_precision)
         if self.config["subcommand"] == "fit":
             self._count_in_steps(options)
+        root = options.trainer.default_root_dir or ROOT
         # as Lightning has it: two spellings of one folder would be two
-        options.trainer.default_root_dir = os.path.normpath(os.path.expanduser(options.trainer.default_root_dir))
+        options.trainer.default_root_dir = os.path.normpath(os.path.expanduser(root))
         writable(Path(options.trainer.default_root_dir))
 
     def _count_in_steps(self, options: Namespace) -> None:

@@ -36,6 +36,12 @@ def test_nothing_that_an_earlier_run_wrote_is_removed(text: Path, tmp_path: Path
     assert set((tmp_path / "logs").rglob("*")) == before
 
 
+def test_no_folder_is_the_usual_one(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert here("fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", "null").code == 0
+    assert len(results(tmp_path / "logs")) == 1
+
+
 def test_a_name_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for expected in ("x", "x-2"):
         monkeypatch.delenv("LIT_GPT_DIST_RUN", raising=False)
