@@ -15,8 +15,9 @@ from lit_gpt_dist.model.gpt import GPT
 Compile = Literal["auto", "none", "blocks", "model"]
 
 # Kernels round to bf16 where the model does. By default they would keep fp32 between operations compiled together (the first
-# option), and rewriting would drop casts there and back, or let a product add on its way what another had rounded (the second).
-AS_WRITTEN: dict[str, Any] = {"emulate_precision_casts": True, "pattern_matcher": False}
+# option), rewriting would drop casts there and back, or let a product add on its way what another had rounded (the second), and
+# the fastest of several orders of summing up would be found by timing them, each time anew (the third).
+AS_WRITTEN: dict[str, Any] = {"emulate_precision_casts": True, "pattern_matcher": False, "deterministic": True}
 
 
 def resolve_compile(mode: Compile, device: torch.device, by_block: bool) -> Literal["none", "blocks", "model"]:

@@ -75,9 +75,12 @@ class FSDP2(MeshStrategy):
         if self.units_option == "auto":
             element_bytes = (self.compute_dtype or torch.get_default_dtype()).itemsize
             size = element_bytes * sum(parameter.numel() for parameter in model.parameters())
-            in_node = self.num_processes % self.degrees()["shard"] == 0
-            nvlink = self.root_device.type == "cuda" and in_node and joined_by_nvlink()
+            nvlink = self.root_device.type == "cuda" and self.shards_within_node and joined_by_nvlink()
             self.units = self.broadcast("model" if fsdp2.gathers_at_once(size, nvlink) else "blocks")
+
+    @property
+    def shards_within_node(self) -> bool:
+        return self.num_processes % self.degrees()["shard"] == 0
 
     @property
     def gathers_blocks(self) -> bool:  # type: ignore[override]
@@ -105,6 +108,9 @@ class FSDP2(MeshStrategy):
         self.accelerator.setup(trainer)
         self.model_to_device()  # what is not the GPT's: metrics
         if trainer.state.fn == TrainerFn.FITTING:
+            one_backward = trainer.datamodule.plan.accumulate == 1 or not self.no_sync  # type: ignore[attr-defined]
+            if self.compute_dtype is not None and one_backward and self.shards_within_node:
+                fsdp2.send_gradients_in(self.lightning_module.model, self.compute_dtype)  # type: ignore[union-attr,arg-type]
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 

@@ -24,6 +24,7 @@ KINDS = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",
     "reducescatter": "reduce-scatter",
+    "alltoall": "all-to-all",
     "broadcast": "broadcast",
 }
 RANK = re.compile(r"rank-?_?(\d+)")
@@ -145,6 +146,7 @@ LAUNCHED = {
     "c10d::_allgather_base_": "gloo:all_gather",
     "c10d::allgather_": "gloo:all_gather",
     "c10d::broadcast_": "gloo:broadcast",
+    "c10d::alltoall_base_": "gloo:all_to_all",
 }
 
 

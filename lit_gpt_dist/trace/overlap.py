@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from lit_gpt_dist.trace.intervals import Interval, intersect, subtract, total, union
 from lit_gpt_dist.trace.kineto import Collective, RankTrace
 
+SCATTERS = ("reduce-scatter", "all-to-all")  # of gradients: parallel/fsdp2.py has both
 SMALL_BYTES = 4096  # a norm or a flag, not a gradient bucket
 
 
@@ -92,8 +93,8 @@ def analyse(trace: RankTrace, waited: float = 0.0) -> RankReport:
 
 
 def gradient_buckets(collectives: Sequence[Collective]) -> int:
-    """Reduce-scatters under sharding; else all-reduces of more than a few numbers."""
-    scattered = sum(collective.kind == "reduce-scatter" for collective in collectives)
+    """Reduce-scatters, or all-to-alls in their place, under sharding; else all-reduces of more than a few numbers."""
+    scattered = sum(collective.kind in SCATTERS for collective in collectives)
     if scattered:
         return scattered
     large = [c for c in collectives if c.kind == "all-reduce" and (c.bytes is None or c.bytes > SMALL_BYTES)]

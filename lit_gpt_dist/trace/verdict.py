@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lit_gpt_dist.trace.overlap import RankReport
+from lit_gpt_dist.trace.overlap import SCATTERS, RankReport
 
 GOOD, ACCEPTABLE = 0.20, 0.40  # communication share of a step: under good, acceptable, over: the bottleneck
 WORTH_NAMING = 0.05  # a share of the step from which it is worth a line
@@ -51,7 +51,7 @@ def communication_remedies(report: RankReport) -> list[str]:
             f"waiting: {report.waited / report.communication:.0%} of rank {report.rank}'s communication is waiting for a rank "
             "that comes later; find out why that one is slow before anything else"
         )
-    sharded = "reduce-scatter" in report.kinds and "all-gather" in report.kinds
+    sharded = "all-gather" in report.kinds and any(kind in report.kinds for kind in SCATTERS)
     if report.hidden_share < NO_OVERLAP:
         lines.append(no_overlap_line(report, sharded))
     elif report.share(report.exposed) >= GOOD:
