@@ -86,6 +86,11 @@ class FSDP2(MeshStrategy):
     def gathers_blocks(self) -> bool:  # type: ignore[override]
         return self.units == "blocks"
 
+    def sends_as_computed(self, accumulate: int) -> bool:
+        """Whether gradients travel in the type they were computed in, which is narrower than the weights': within a machine, and
+        where a reduction is of one micro-batch's."""
+        return self.compute_dtype is not None and (accumulate == 1 or not self.no_sync) and self.shards_within_node
+
     def place(self, model: GPT, seed: int) -> None:
         if self.precision_plugin.precision == "16-mixed":
             raise UserError(f"precision 16-mixed does not run under {self.name}; use bf16-mixed, 32-true or 64-true")
@@ -108,8 +113,7 @@ class FSDP2(MeshStrategy):
         self.accelerator.setup(trainer)
         self.model_to_device()  # what is not the GPT's: metrics
         if trainer.state.fn == TrainerFn.FITTING:
-            one_backward = trainer.datamodule.plan.accumulate == 1 or not self.no_sync  # type: ignore[attr-defined]
-            if self.compute_dtype is not None and one_backward and self.shards_within_node:
+            if self.sends_as_computed(trainer.datamodule.plan.accumulate):  # type: ignore[attr-defined]
                 fsdp2.send_gradients_in(self.lightning_module.model, self.compute_dtype)  # type: ignore[union-attr,arg-type]
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.flops import flops_per_token, model_flops_utilization
 from lit_gpt_dist.planner import compute, time
-from lit_gpt_dist.planner.footprint import Footprint, footprint, strategy_widths
+from lit_gpt_dist.planner.footprint import Footprint, footprint, gradients_sent_bytes, strategy_widths
 from lit_gpt_dist.planner.job import Job
 from lit_gpt_dist.planner.layout import NOT_TRAINABLE, SHARDED, Layout, layout
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
@@ -145,7 +145,9 @@ def packing_seconds(job: Job, plan: Layout, accumulate: int) -> float:
         return reductions * compute.bucket_seconds(parameters * width, job.model.layers, rates)
     own = strategy_widths(job, plan).compute
     unpacked = gathers_per_step(job, plan, accumulate) * 2 * own  # read and written
-    return parameters * (unpacked + reductions * (own + width)) / rates.copy_bandwidth
+    sent = gradients_sent_bytes(job, plan, accumulate, job.no_sync)
+    added = sent + width / plan.weight_shards if sent < width else 0.0  # what arrived is added up here, not on its way
+    return parameters * (unpacked + reductions * (own + sent + added)) / rates.copy_bandwidth
 
 
 def step_times(job: Job, plan: Layout, accumulate: int) -> Times | None:

@@ -15,7 +15,14 @@ from lit_gpt_dist.planner.estimate import (
     optimizer_step_seconds,
     packing_seconds,
 )
-from lit_gpt_dist.planner.footprint import KINDS, block_parameters, gathers_at_once, root_parameters, strategy_widths
+from lit_gpt_dist.planner.footprint import (
+    KINDS,
+    block_parameters,
+    gathers_at_once,
+    gradients_sent_bytes,
+    root_parameters,
+    strategy_widths,
+)
 from lit_gpt_dist.planner.hardware import GIB, MIB
 from lit_gpt_dist.planner.job import Job
 from lit_gpt_dist.planner.layout import SHARDED
@@ -130,8 +137,9 @@ def sent(job: Job, found: Estimate) -> list[str]:
         if gathers_per_step(job, found.layout, found.accumulate) == 1:
             gathers = f"1 gather × {width} bytes"
         reductions = 1 if job.no_sync else found.accumulate
+        sent = gradients_sent_bytes(job, found.layout, found.accumulate, job.no_sync)
         formula = (
-            f"({shards} − 1)/{shards} × {parameters:,.0f} × ({gathers} + {gradient:g} bytes × {reductions} reductions)"
+            f"({shards} − 1)/{shards} × {parameters:,.0f} × ({gathers} + {sent:g} bytes × {reductions} reductions)"
         )
         if (groups := ranks // shards) > 1:
             formula += f" + 2·({groups} − 1)/{groups} × {parameters / shards:,.0f} × {gradient:g} bytes × {reductions} across groups"

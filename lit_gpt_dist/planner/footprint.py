@@ -84,7 +84,7 @@ def moment_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> dict[s
     if moment == "loss":
         each = logit_bytes(strategy_widths(job, plan), job.execution != "eager", job.autocast)
         kinds["logits"] = job.micro_batch * job.context * job.model.vocab_size * each / plan.tensor
-    kinds["buffers"] = buffer_bytes(job, plan, moment, accumulate)
+    kinds["buffers"] = buffer_bytes(job, plan, moment)
     kinds["workspace"] = BLAS_HANDLES * job.device.workspace_bytes
     return kinds
 
@@ -109,6 +109,14 @@ def gathers_at_once(job: Job, plan: Layout) -> bool:
     inside = plan.strategy == "hsdp" or job.nodes == 1
     size = strategy_widths(job, plan).compute * job.model.parameters()
     return inside and job.link.is_fast and size <= AT_ONCE_BYTES
+
+
+def gradients_sent_bytes(job: Job, plan: Layout, accumulate: int, no_sync: bool) -> float:
+    """Bytes a gradient in a reduction over shards: fp32's, or those it was computed in (``parallel/fsdp2.py``) within a machine,
+    unless several micro-batches' have been added up."""
+    inside = plan.strategy == "hsdp" or job.nodes == 1
+    narrow = job.precision == "bf16-mixed" and inside and (accumulate == 1 or not no_sync)
+    return strategy_widths(job, plan).compute if narrow else FP32_BYTES
 
 
 def copy_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
@@ -164,22 +172,18 @@ def passing_bytes(config: GPTConfig, width: Widths) -> float:
     return width.residual * config.width + width.compute * wide
 
 
-def buffer_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
+def buffer_bytes(job: Job, plan: Layout, moment: str) -> float:
     """Communication buffers beside gradients: FSDP2's gather and reduction of one unit.
 
-    Before the end a gather's flat output exists beside the unit it fills; at the end the root's whole gradients, in
-    compute type and copied in fp32 for the reduction. The flat output of the only unit, which no other gather follows, lives
-    until the first backward has ended.
+    Before the end a gather's flat output exists beside the unit it fills, but for the only unit, whose is given back before
+    anything is computed; at the end the root's whole gradients, in compute type and copied for the reduction: once in fp32, or
+    what is sent and what arrives in 16 bits.
     """
     if plan.strategy not in SHARDED:
         return 0.0
     width = strategy_widths(job, plan)
-    if gathers_at_once(job, plan):
-        # with more micro-batches a later one, which has gradients beside it, is the larger; without no_sync none has
-        flat = width.compute if accumulate == 1 or not job.no_sync else 0
-        reduced = width.compute + FP32_BYTES if moment == "end" else 0
-        return (flat + reduced) * job.model.parameters()
+    at_once = gathers_at_once(job, plan)
     if moment != "end":
-        return width.compute * block_parameters(job.model)
-    unit = max(root_parameters(job.model), block_parameters(job.model))
+        return 0.0 if at_once else width.compute * block_parameters(job.model)
+    unit = job.model.parameters() if at_once else max(root_parameters(job.model), block_parameters(job.model))
     return (width.compute + FP32_BYTES) * unit

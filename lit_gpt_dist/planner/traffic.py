@@ -13,7 +13,13 @@ from dataclasses import dataclass
 
 from lit_gpt_dist.planner import communication as comm
 from lit_gpt_dist.planner import time
-from lit_gpt_dist.planner.footprint import block_parameters, gathers_at_once, root_parameters, strategy_widths
+from lit_gpt_dist.planner.footprint import (
+    block_parameters,
+    gathers_at_once,
+    gradients_sent_bytes,
+    root_parameters,
+    strategy_widths,
+)
 from lit_gpt_dist.planner.job import Job
 from lit_gpt_dist.planner.layout import SHARDED, Layout
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
@@ -74,7 +80,8 @@ def sharded_seconds(job: Job, plan: Layout, within: float, across: float) -> Com
     gradient = state_bytes_per_parameter(job.precision, job.optimizer).gradients
     parameters, ranks = job.model.parameters(), plan.weight_shards
     gather = comm.all_gather_seconds(parameters * strategy_widths(job, plan).compute, ranks, within)
-    reduce = comm.reduce_scatter_seconds(parameters * gradient, ranks, within)
+    sent = gradients_sent_bytes(job, plan, job.accumulate(plan.data_ranks), job.no_sync)
+    reduce = comm.reduce_scatter_seconds(parameters * sent, ranks, within)  # an all-to-all sends as much
     step = comm.all_reduce_seconds(parameters * gradient / ranks, plan.data_ranks // ranks, across)
     if gathers_at_once(job, plan):  # then nothing is left to compute beside it
         return CommunicationParts(step, gather, reduce, first_gather=gather, last_step=step, last_reduce=reduce)
@@ -135,7 +142,8 @@ def sent_bytes(job: Job, plan: Layout, accumulate: int, no_sync: bool) -> float:
     if plan.strategy in SHARDED:
         width, shards = strategy_widths(job, plan).compute, plan.weight_shards
         gathers = gathers_per_step(job, plan, accumulate) / accumulate
-        sharded = comm.fsdp_bytes(parameters, shards, width, gradient, accumulate, no_sync, gathers)
+        reduced = gradients_sent_bytes(job, plan, accumulate, no_sync)
+        sharded = comm.fsdp_bytes(parameters, shards, width, reduced, accumulate, no_sync, gathers)
         return sharded + comm.ddp_bytes(parameters / shards, plan.data_ranks // shards, gradient, accumulate, no_sync)
     if plan.strategy == "zero2":
         return comm.ddp_bytes(parameters, plan.data_ranks, gradient) * (accumulate + 1) / 2

@@ -13,7 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 FIRST, STEPS = 3, 5  # DDP rearranges its buckets in the first steps
 ONE = Run(steps=STEPS, global_batch=16, micro_batch=8, model=dict(size="tiny", context=32, layers=3), clip=None)
 UNITS = 3 + 1  # a block each, and the root
-OPERATORS = {"c10d::allreduce_": "all-reduce", "c10d::_reduce_scatter_base_": "reduce-scatter"}
+OPERATORS = {
+    "c10d::allreduce_": "all-reduce",
+    "c10d::_reduce_scatter_base_": "reduce-scatter",
+    "c10d::alltoall_base_": "all-to-all",
+}
 GATHERS = {"c10d::_allgather_base_": "all-gather"}
 
 
@@ -120,6 +124,18 @@ def test_fsdp2_as_one_unit_reduces_all_gradients_in_one_piece(per_step: dict[str
     norm = {"all-reduce": 1}
     assert straight == accumulated == {"reduce-scatter": 1} | norm
     assert every_micro_batch == {"reduce-scatter": 4} | norm
+
+
+@pytest.mark.parametrize(("options", "units"), [({}, UNITS), (dict(units="model"), 1)])
+def test_fsdp2_in_bf16_sends_each_unit_s_gradients_as_they_are_unless_they_were_added_up(
+    options: dict[str, Any], units: int
+) -> None:
+    straight = ONE.on("fsdp2", 2, precision="bf16-mixed", strategy_options=options)
+    accumulated = straight.on("fsdp2", 2, micro_batch=2)
+    each = accumulated.on("fsdp2", 2, strategy_options=options | dict(no_sync=False))
+    found = on_ranks(2, counts, [straight, accumulated, each])[0]
+    norm = {"all-reduce": 1}
+    assert found == [{"all-to-all": units} | norm, {"reduce-scatter": units} | norm, {"all-to-all": 4 * units} | norm]
 
 
 def test_fsdp2_gathers_weights_once_a_step_where_they_are_kept() -> None:

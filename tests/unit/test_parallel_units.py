@@ -78,6 +78,15 @@ def test_units_that_are_given_stay():
     assert units(placed(HSDP, processes=1, nodes=2, units="model"), AT_ONCE_BYTES) == "model"
 
 
+def test_gradients_travel_as_they_were_computed_within_a_machine_and_unless_they_were_added_up():
+    assert placed(FSDP2).sends_as_computed(accumulate=1)
+    assert not placed(FSDP2).sends_as_computed(accumulate=2), "they have been added up in fp32"
+    assert placed(FSDP2, no_sync=False).sends_as_computed(accumulate=2), "each micro-batch's are sent"
+    assert not placed(FSDP2, dtype=None).sends_as_computed(accumulate=1), "nothing is narrower"
+    assert not placed(FSDP2, processes=4, nodes=2).sends_as_computed(accumulate=1), "a ring sends less between machines"
+    assert placed(HSDP, processes=4, nodes=2).sends_as_computed(accumulate=1), "groups of a machine"
+
+
 @pytest.mark.parametrize("kind", [FSDP2, HSDP])
 def test_units_that_mean_nothing_are_refused(kind):
     with pytest.raises(UserError, match="'Model' is not one of auto, blocks, model"):

@@ -12,7 +12,8 @@ from lit_gpt_dist.planner.hardware import UNKNOWN_LINK
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 LINES = [json.loads(line) for line in (RESULTS / "two_h200.jsonl").read_text().splitlines()]
 CALIBRATION = calibration.load(RESULTS / "calibration-h200.json")
-MEMORY, RECOMPUTED, STEP = 0.015, 0.11, 0.15  # docs/plan.md
+MEMORY, RECOMPUTED, STEP = 0.015, 0.11, 0.165  # docs/plan.md
+SMALL_GIB = 0.025  # there too: some 25 MiB that baby has besides
 
 
 @pytest.mark.parametrize("case", sorted({line["case"] for line in LINES}))
@@ -22,5 +23,6 @@ def test_a_measured_case_is_planned_as_closely_as_the_page_says(case):
         memory, step = miss(found.memory_gib), miss(found.step_ms)
         assert memory is not None
         assert step is not None
-        assert abs(memory) <= (RECOMPUTED if line["recompute"] == "full" else MEMORY)
+        small = SMALL_GIB / line["mem_gib"]
+        assert abs(memory) <= (RECOMPUTED if line["recompute"] == "full" else max(MEMORY, small))
         assert abs(step) <= STEP

@@ -120,10 +120,23 @@ def test_what_is_gathered_at_once_is_not_hidden_and_lies_in_memory_whole():
     )
     assert sent_bytes(whole, plan, 4, True) < sent_bytes(blocks, plan, 4, True)
     assert moment_bytes(whole, plan, 1, "loss")["copies"] == 2 * parameters
-    assert moment_bytes(whole, plan, 1, "loss")["buffers"] == 2 * parameters, (
-        "what came in one piece, until backward has ended"
+    assert moment_bytes(whole, plan, 1, "loss")["buffers"] == 0, (
+        "what it came in is given back before anything is computed"
     )
-    assert moment_bytes(whole, plan, 4, "loss")["buffers"] == 0
+
+
+def test_gradients_are_sent_in_16_bits_within_a_machine_unless_they_were_added_up():
+    straight, several = job(global_batch=64, micro_batch=8), job(global_batch=128, micro_batch=8)
+    assert [found.accumulate(8) for found in (straight, several)] == [1, 2]
+    plan = layout(straight, "fsdp2")
+    share = straight.model.parameters() * (plan.weight_shards - 1) / plan.weight_shards
+    assert sent_bytes(straight, plan, 1, True) == pytest.approx(share * (2 * 2 + 2))
+    assert sent_bytes(several, plan, 2, True) == pytest.approx(share * (2 * 2 * 2 + 4))
+    assert sent_bytes(several, plan, 2, False) == pytest.approx(share * 2 * (2 * 2 + 2))
+    assert sent_bytes(job(precision="32-true"), plan, 1, True) == pytest.approx(share * (2 * 4 + 4))
+    assert sent_bytes(job(nodes=2, node_link=PCIE), plan, 1, True) == pytest.approx(share * (2 * 2 + 4))
+    (formula, *_) = explain(straight, estimate(straight, "fsdp2"), "sent")[1:]
+    assert "2 bytes × 1 reductions" in formula
 
 
 def test_fsdp2_never_hides_its_first_gather_and_its_last_reduction():
@@ -131,15 +144,20 @@ def test_fsdp2_never_hides_its_first_gather_and_its_last_reduction():
     accumulate = estimate(job(), "fsdp2").accumulate
     assert exposed("fsdp2") == pytest.approx(accumulate * parts.first_gather + parts.last_reduce)
     assert parts.first_gather > parts.gather / job().model.layers
-    assert exposed("fsdp2", no_sync=False) == pytest.approx(accumulate * (parts.first_gather + parts.last_reduce))
+    each = communication_seconds(job(no_sync=False), layout(job(), "fsdp2"))
+    assert each.last_reduce == pytest.approx(parts.last_reduce / 2), "nothing is added up before it is sent"
+    assert exposed("fsdp2", no_sync=False) == pytest.approx(accumulate * (each.first_gather + each.last_reduce))
 
 
 def test_hsdp_reduces_across_groups_as_often_as_within():
     asked = dict(nodes=2, devices=4, node_link=PCIE, overlap=False)
     once, each = (estimate(job(**asked, no_sync=no_sync), "hsdp") for no_sync in (True, False))
-    parts = communication_seconds(job(**asked), layout(job(**asked), "hsdp"))
-    more = (once.accumulate - 1) * (parts.reduce + parts.step)
+    within, narrow = (
+        communication_seconds(job(**asked, no_sync=s), layout(job(**asked), "hsdp")) for s in (True, False)
+    )
     assert once.accumulate > 1
+    assert narrow.reduce == pytest.approx(within.reduce / 2)
+    more = once.accumulate * narrow.reduce - within.reduce + (once.accumulate - 1) * within.step
     assert each.times.communication - once.times.communication == pytest.approx(more)
     (formula, _, _) = explain(job(**asked), once, "sent")[1:]
     assert "across groups" in formula
