@@ -265,6 +265,8 @@ def quiet_libraries() -> None:
 
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # under recompute selective it asks for what the model keeps: nothing in place within a block
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # one line, without a place in the code
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -29,7 +29,7 @@ from lit_gpt_dist.parallel.clip import (
 )
 from lit_gpt_dist.parallel.compile import Compile, compile_model, eagerly, one_kernel, resolve_compile
 from lit_gpt_dist.parallel.graph import decide_graph, recording
-from lit_gpt_dist.parallel.recompute import Recompute, set_recompute
+from lit_gpt_dist.parallel.recompute import Recompute, check_recompute, set_recompute
 from lit_gpt_dist.recorded import RecordedSteps, mean_loss, step_results
 
 
@@ -51,7 +51,8 @@ class GPTModule(RecordedSteps):
         tied: the output head shares the embedding's weights.
         bias: biases in linear layers and norms.
         dropout: share of activations dropped in training.
-        recompute: full recomputes each block's activations in backward instead of keeping them.
+        recompute: what of a block's activations is computed again in backward instead of being kept: selective, all but what
+            matrix products and attention left; full, all but its input.
         compile: torch.compile for the whole model, for each block, or not at all; auto: on GPUs.
         cuda_graph: record a whole optimizer step and replay it; by default on GPUs, where it can be.
         optim: AdamW and its schedule.
@@ -139,6 +140,7 @@ class GPTModule(RecordedSteps):
                 f"strategy {type(strategy).__name__} is Lightning's, but a GPTModule needs this project's, which know how to place "
                 "it; use lit_gpt_dist.trainer.Trainer"
             )
+        check_recompute(self.recompute, str(self.trainer.precision))
         with strategy.build_context():
             self.model = GPT(self.config)
         set_recompute(self.model, self.recompute)

@@ -26,7 +26,7 @@ def start_lines(trainer: Any, module: Any) -> list[str]:
         f"batch    global {plan.global_batch} = micro {plan.micro_batch} × accumulate {plan.accumulate} × {ranks}; "
         f"{tokens:,} tokens per step" + (f" (windows of {context})" if context != config.context else ""),
         f"machine  {trainer.world_size} × {device_name(module.device)}, {strategy.name}, {trainer.precision}"
-        + (", recompute full" if module.recompute == "full" else "")
+        + (f", recompute {module.recompute}" if module.recompute != "none" else "")
         + (", the model gathered at once" if getattr(strategy, "units", None) == "model" else "")
         + (f", compiled {module.compiled}" if module.compiled != "none" else "")
         + (", steps in a CUDA graph" if module.graph_wanted else ""),

@@ -43,7 +43,10 @@ class Case:
             f"{self.devices}x{self.micro}x{self.accumulate}",
         ]
         parts += [self.precision or "", f"context{self.context}" if self.context else ""]
-        parts += ["recompute" if self.recompute != "none" else "", f"compile-{self.compile}" if self.compile else ""]
+        parts += [
+            {"none": "", "full": "recompute"}.get(self.recompute, f"recompute-{self.recompute}"),
+            f"compile-{self.compile}" if self.compile else "",
+        ]
         parts += [f"graph-{self.cuda_graph}" if self.cuda_graph else ""]
         parts += [f"{option}-{value}" for option, value in self.strategy_options]
         return "_".join(part for part in parts if part).replace(" ", "-").replace("/", "-").lower()

@@ -98,7 +98,9 @@ def remedies(trainer: Any, module: Any) -> list[str]:
             f"{plan.global_batch // (half * plan.ranks)}; costs a little speed"
         )
     if module.recompute == "none":
-        found.append("--model.recompute full: activations are computed twice instead of kept; about +30% time")
+        found.append("--model.recompute selective: what is cheap to compute is computed twice instead of kept")
+    if module.recompute != "full":
+        found.append("--model.recompute full: all activations are computed twice instead of kept; about +30% time")
     if getattr(trainer.strategy, "units", None) == "model":
         found.append(
             f"--trainer.strategy {trainer.strategy.name} --trainer.strategy.units blocks: weights are gathered block by "

@@ -6,12 +6,23 @@ meet weights of another. Weights stored in fp32 and activations in bf16 is what 
 Shapes: batch B, sequence T, width W, query heads H, key/value heads K, head width D = W / H, vocabulary V.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lit_gpt_dist.model.config import GPTConfig
+
+# What takes long to compute again. Attention by each kernel of scaled_dot_product_attention, but for the one that is made of others
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default, aten.addmm.default}
+ATTENTIONS = {
+    getattr(aten, f"_scaled_dot_product_{kernel}").default
+    for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+}
 
 Phases = tuple[Tensor, Tensor]  # cosine and sine of the rotary angles, (T, D) each, at least fp32
 
@@ -103,7 +114,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block. With ``recompute`` its activations are computed again in backward, not kept."""
+    """Pre-norm transformer block. ``recompute``: what of its activations is computed again in backward instead of being kept:
+    ``none``, ``selective``, which is all but what products and attention left, or ``full``."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -112,17 +124,38 @@ class Block(nn.Module):
         self.feed_forward_norm = make_norm(config)
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.recompute = False
+        self.recompute = "none"
 
     def forward(self, x: Tensor, phases: Phases | None, cache: LayerCache | None = None) -> Tensor:
-        if self.recompute and self.training and torch.is_grad_enabled():
-            keep_rng = self.dropout.p > 0  # without dropout nothing random is recomputed
-            return checkpoint(self.transform, x, phases, use_reentrant=False, preserve_rng_state=keep_rng)
-        return self.transform(x, phases, cache)
+        if self.recompute == "none" or not (self.training and torch.is_grad_enabled()):
+            return self.transform(x, phases, cache)
+        how: dict[str, Any] = dict(use_reentrant=False)
+        how["preserve_rng_state"] = self.dropout.p > 0  # without dropout nothing random is recomputed
+        if self.recompute == "selective":
+            # a compiler leaves out by itself what backward does not need
+            keeps = keeps_all if self.dropout.p > 0 or torch.compiler.is_compiling() else keeps_all_but_last
+            how["context_fn"] = partial(create_selective_checkpoint_contexts, keeps)
+        return checkpoint(self.transform, x, phases, **how)
 
     def transform(self, x: Tensor, phases: Phases | None, cache: LayerCache | None = None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), phases, cache))
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+# Whether selective recomputation keeps an operation's result. Functions of the module: the compiler follows no others here.
+
+
+def keeps_all(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Products and attention: with dropout, which needs the last product's result to draw its mask anew."""
+    kept = operation in PRODUCTS or operation in ATTENTIONS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keeps_all_but_last(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Not the block's last product, whose result backward does not need: the only one to give less than it is given."""
+    if operation in PRODUCTS and args[-1].size(0) > args[-1].size(1):  # its weights, transposed
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return keeps_all(context, operation)
 
 
 class GPT(nn.Module):

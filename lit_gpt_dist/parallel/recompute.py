@@ -2,12 +2,26 @@
 
 from typing import Literal
 
+from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.gpt import GPT
 
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
+
+
+def check_recompute(mode: Recompute, precision: str) -> None:
+    """
+    Raises:
+        UserError: a precision in which ``mode`` does not run.
+    """
+    if mode == "selective" and precision == "16-mixed":
+        raise UserError(
+            "recompute selective does not run under precision 16-mixed, whose cache of cast weights changes what is computed again; "
+            "use bf16-mixed, or recompute full"
+        )
 
 
 def set_recompute(model: GPT, mode: Recompute) -> None:
-    """``full``: every block keeps its input only and runs its forward again in backward; about +30% time."""
+    """``full``: every block keeps its input only and runs its forward again in backward; about +30% time. ``selective``: it keeps
+    what its matrix products and attention left, too, and runs only what is cheap again (Korthikanti et al. 2022)."""
     for block in model.blocks:
-        block.recompute = mode == "full"  # type: ignore[assignment]
+        block.recompute = mode  # type: ignore[assignment]

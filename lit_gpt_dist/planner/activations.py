@@ -26,9 +26,13 @@ and hands bf16 copies to the linear layers (e = 2): 36·h. fp32: r = e = 4. The 
 counted with the weights.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lit_gpt_dist.model.config import GPTConfig
+
+Recompute = Literal[
+    "none", "selective", "full"
+]  # parallel/recompute.py, which planning does not import: it needs torch
 
 FP32_BYTES = 4
 TOKEN_BYTES = 16  # a token and its target, 64-bit integers
@@ -91,15 +95,43 @@ def ends_saved_bytes(config: GPTConfig, width: Widths) -> float:
     )
 
 
+def layer_kept_bytes(config: GPTConfig, context: int, width: Widths, flash: bool, recompute: Recompute) -> float:
+    """Bytes per token that a block keeps from its forward to its backward, under recomputation.
+
+    ``full``: its input. ``selective``: also queries, keys and values as one product left them, attention's output and log-sum-exp
+    (flash), and what `output`, up and gate left; not what `down` left, which nothing needs but dropout.
+    """
+    if recompute == "none":
+        return layer_saved_bytes(config, context, width, flash)
+    border = float(width.residual * config.width)
+    if recompute == "full":
+        return border
+    products = config.width + 2 * config.kv_heads * config.head_width + config.width  # q, k, v; `output`
+    products += config.ff_width * (1 if config.activation == "gelu" else 2) + (
+        config.width if config.dropout > 0 else 0
+    )
+    attention = width.compute * config.width + FP32_BYTES * config.heads if flash else 0
+    return border + width.compute * products + attention
+
+
+def layer_computed_again_bytes(
+    config: GPTConfig, context: int, width: Widths, flash: bool, recompute: Recompute
+) -> float:
+    """Bytes per token that a block has besides while backward is at it. Under ``full`` all of it: its input is there twice."""
+    if recompute == "none":
+        return 0.0
+    kept = layer_kept_bytes(config, context, width, flash, recompute) if recompute == "selective" else 0.0
+    return layer_saved_bytes(config, context, width, flash) - kept
+
+
 def saved_bytes(
-    config: GPTConfig, batch: int, context: int, width: Widths, flash: bool = True, recompute: bool = False
+    config: GPTConfig, batch: int, context: int, width: Widths, flash: bool = True, recompute: Recompute = "none"
 ) -> float:
     """All activations alive when the forward of one micro-batch ends, logits not counted.
 
-    With ``recompute`` each block keeps its input only; the one that is whole again in backward comes on top.
+    What is computed again of the block that backward is at comes on top.
     """
-    layer = width.residual * config.width if recompute else layer_saved_bytes(config, context, width, flash)
-    kept = config.layers * layer
+    kept = config.layers * layer_kept_bytes(config, context, width, flash, recompute)
     return batch * context * (kept + ends_saved_bytes(config, width))
 
 

@@ -5,7 +5,9 @@ node → pipeline across nodes. Each step costs more communication or more code 
 """
 
 from dataclasses import dataclass, replace
+from typing import get_args
 
+from lit_gpt_dist.planner.activations import Recompute
 from lit_gpt_dist.planner.estimate import Estimate, estimate
 from lit_gpt_dist.planner.hardware import GIB
 from lit_gpt_dist.planner.job import Job
@@ -60,7 +62,7 @@ class Faster:
 
     def sentence(self, advised: str, model_options: str) -> str:
         return (
-            f"faster by {self.gain:.0%}: {NAMES[self.strategy]} {'with' if self.job.recompute else 'without'} recomputation, "
+            f"faster by {self.gain:.0%}: {NAMES[self.strategy]} with recompute {self.job.recompute}, "
             f"{duration(self.step_seconds)} a step against {duration(self.advised_seconds)} of {NAMES[advised]}: "
             f"{fit_command(self.job, self.strategy, model_options)}"
         )
@@ -75,7 +77,7 @@ def fit_command(job: Job, strategy: str, model_options: str) -> str | None:
         return None
     options = [
         f"lit-gpt-dist fit {model_options} --data.global_batch {job.global_batch} --data.micro_batch {job.micro_batch}",
-        f"--trainer.precision {job.precision} --model.recompute {'full' if job.recompute else 'none'}",
+        f"--trainer.precision {job.precision} --model.recompute {job.recompute}",
     ]
     if strategy != "single":
         own = [] if job.no_sync else ["--trainer.strategy.no_sync false"]
@@ -132,7 +134,7 @@ def step_seconds(found: Estimate) -> float | None:
 
 
 def fitting(job: Job, strategy: str) -> tuple[Job, Estimate] | None:
-    """The job as given, then with a smaller micro-batch, then both with recomputation: the first that fits.
+    """The job as given, then with a smaller micro-batch, then both with more recomputation: the first that fits.
 
     Sharded gradients stay whole while they accumulate, so FSDP2 and HSDP last try a reduction after every micro-batch.
     """
@@ -140,7 +142,8 @@ def fitting(job: Job, strategy: str) -> tuple[Job, Estimate] | None:
     if plan.impossible:
         return None
     reductions = (job.no_sync, False) if strategy in SHARDED else (job.no_sync,)
-    for no_sync, recompute in dict.fromkeys((n, r) for n in reductions for r in (job.recompute, True)):
+    levels: tuple[Recompute, ...] = get_args(Recompute)
+    for no_sync, recompute in ((n, r) for n in reductions for r in levels[levels.index(job.recompute) :]):
         asked = replace(job, no_sync=no_sync, recompute=recompute)
         smaller = asked.with_micro_batch(largest_dividing_micro_batch(asked, plan) or job.micro_batch)
         for candidate in (asked, smaller):
@@ -161,18 +164,19 @@ def smallest_change_for_one_card(job: Job) -> tuple[Job | None, list[str]]:
     elif not as_asked.fits:
         lines.append(f"one card as asked: {gib(as_asked.peak_bytes)} of {gib(job.usable_bytes)} usable")
     if found is None:
-        smallest = estimate(replace(alone, micro_batch=1, recompute=True), "single")
+        smallest = estimate(replace(alone, micro_batch=1, recompute="full"), "single")
         lines.append(f"accumulation and recomputation: one window at a time still needs {gib(smallest.peak_bytes)}")
-    elif found[0].recompute and not job.recompute:
-        lines.append("accumulation alone: no micro-batch fits without recomputation")
+    elif found[0].recompute != job.recompute:
+        lines.append("accumulation alone: no micro-batch fits without more recomputation")
     if found is not None and job.world > 1:
         lines.append(f"one card: fits, but leaves {job.world - 1} of {job.world} cards idle")
     return (found[0] if found else None), lines
 
 
 def one_card_reason(job: Job, chosen: Job) -> str:
-    if chosen.recompute and not job.recompute:
-        return f"one card holds it with recomputation (about 30% more time) and micro-batches of {chosen.micro_batch}"
+    if chosen.recompute != job.recompute:
+        cost = "about 30% more time" if chosen.recompute == "full" else "no product twice"
+        return f"one card holds it with recompute {chosen.recompute} ({cost}) and micro-batches of {chosen.micro_batch}"
     if chosen.micro_batch != job.micro_batch:
         return f"one card holds it with accumulation over micro-batches of {chosen.micro_batch}, which costs next to nothing"
     return "one card holds it: nothing to send, nothing to recompute"
@@ -197,7 +201,7 @@ def consider(job: Job, strategy: str) -> tuple[Job | None, str]:
 def why_too_large(job: Job, strategy: str) -> str:
     asked = estimate(job, strategy)
     least = estimate(
-        replace(job, micro_batch=1, recompute=True, no_sync=job.no_sync and strategy not in SHARDED), strategy
+        replace(job, micro_batch=1, recompute="full", no_sync=job.no_sync and strategy not in SHARDED), strategy
     )
     if least.impossible:
         return least.impossible
@@ -210,8 +214,8 @@ def chosen_reason(job: Job, chosen: Job, strategy: str) -> str:
     reason = (
         f"{NAMES[strategy]} is the cheapest that fits: {gib(found.peak_bytes)} of {gib(chosen.usable_bytes)} usable"
     )
-    if chosen.recompute:
-        reason += ", with recomputation"
+    if chosen.recompute != "none":
+        reason += f", with recompute {chosen.recompute}"
     if chosen.micro_batch != job.micro_batch:
         reason += f", in micro-batches of {chosen.micro_batch}"
     if job.no_sync and not chosen.no_sync:

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import json
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
@@ -88,17 +88,17 @@ def print_all(
     render.print_advice(console, advice, model_options(options))
 
 
-def activation_choices(job: Job) -> list[tuple[str, float, float]]:
-    """Bytes with and without recomputation, with and without flash attention."""
+def activation_choices(job: Job) -> list[tuple[str, list[float]]]:
+    """Bytes under each kind of recomputation, with and without flash attention; with the block that is whole again."""
     width = strategy_widths(job, estimate(dataclasses.replace(job, devices=1, nodes=1), "single").layout)
     rows = []
     for name, flash in (("flash", True), ("not flash", False)):
-        layer = job.micro_batch * job.context * activations.layer_saved_bytes(job.model, job.context, width, flash)
-        both = [
-            activations.saved_bytes(job.model, job.micro_batch, job.context, width, flash, again)
-            for again in (False, True)
-        ]
-        rows.append((name, both[0], both[1] + layer))
+        found = []
+        for recompute in get_args(activations.Recompute):
+            again = activations.layer_computed_again_bytes(job.model, job.context, width, flash, recompute)
+            kept = activations.saved_bytes(job.model, job.micro_batch, job.context, width, flash, recompute)
+            found.append(kept + job.micro_batch * job.context * again)
+        rows.append((name, found))
     return rows
 
 

@@ -127,7 +127,7 @@ def job_of(line: dict[str, Any], calibration: Calibration | None, link: Link) ->
         micro_batch=int(line["micro"]),
         precision=planned_precision(line),
         autocast=line.get("precision") == "16-mixed",
-        recompute=(line.get("recompute") or "none") == "full",
+        recompute=line.get("recompute") or "none",
         execution=execution_of(line),
         no_sync=line.get("no_sync") is not False,
         reshard_after_forward=line.get("reshard_after_forward") is not False,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lit_gpt_dist.model.config import GPTConfig
 from lit_gpt_dist.model.flops import flops_per_token
-from lit_gpt_dist.planner.activations import Widths
+from lit_gpt_dist.planner.activations import Recompute, Widths
 
 RECOMPUTE_FACTOR = (
     4 / 3
@@ -85,19 +85,20 @@ OPERATIONS_ENDS = 30  # embedding, final norm, head, loss
 
 
 def micro_seconds(
-    config: GPTConfig, batch: int, context: int, width: Widths, rates: Rates, execution: str, recompute: bool
+    config: GPTConfig, batch: int, context: int, width: Widths, rates: Rates, execution: str, recompute: Recompute
 ) -> MicroTime:
     """Calibrated time of one micro-batch; ``execution`` is eager, compiled or graph (no launches left)."""
     tokens = batch * context
     compiled = execution != "eager"
-    again = RECOMPUTE_FACTOR if recompute else 1.0
+    again = RECOMPUTE_FACTOR if recompute == "full" else 1.0
+    pointwise_again = RECOMPUTE_FACTOR if recompute != "none" else 1.0
     head = 6.0 * config.vocab_size * config.width
     flops = flops_per_token(config, context)
-    products_again = 1 + products_recomputed(config) / 3 if recompute else 1.0
+    products_again = 1 + products_recomputed(config) / 3 if recompute == "full" else 1.0
     products = tokens * ((flops.six_n - head) * products_again + head) / rates.matmul_at(config.width)
     attention = tokens * (flops.half_attention - flops.six_n) * ATTENTION_REDONE * again / rates.attention_flops
     loss = config.vocab_size * (LOSS_TRAFFIC_COMPILED if compiled else LOSS_TRAFFIC_EAGER)
-    pointwise = tokens * (config.layers * layer_traffic_bytes(config, width, compiled) * again + loss)
+    pointwise = tokens * (config.layers * layer_traffic_bytes(config, width, compiled) * pointwise_again + loss)
     casts = (
         12 * config.matmul_parameters() if width.compute != width.residual else 0
     )  # weights to 16 bits, gradients back
@@ -140,6 +141,6 @@ def optimizer_seconds(parameters: float, state_bytes: float, weight_bytes: float
     return parameters * (clipping + update) / copy_bandwidth
 
 
-def assumed_micro_seconds(flops: float, tokens: float, peak_flops: float, mfu: float, recompute: bool) -> float:
-    """Model FLOPs over peak × MFU; recomputation costs one more forward on top."""
-    return flops * tokens / (peak_flops * mfu) * (RECOMPUTE_FACTOR if recompute else 1.0)
+def assumed_micro_seconds(flops: float, tokens: float, peak_flops: float, mfu: float, recompute: Recompute) -> float:
+    """Model FLOPs over peak × MFU; full recomputation costs one more forward on top. What selective costs is no FLOPs to speak of."""
+    return flops * tokens / (peak_flops * mfu) * (RECOMPUTE_FACTOR if recompute == "full" else 1.0)

@@ -86,15 +86,16 @@ def activation_lines(job: Job, found: Estimate) -> list[str]:
     width, model = strategy_widths(job, found.layout), job.model
     layer = activations.layer_saved_bytes(model, job.context, width, job.flash)
     attention = activations.attention_saved_bytes(model, job.context, width, job.flash)
-    kept = width.residual * model.width if job.recompute else layer
+    kept = activations.layer_kept_bytes(model, job.context, width, job.flash, job.recompute)
     tokens = job.micro_batch * job.context
     lines = [
         f"compute values {width.compute} bytes, residual stream {width.residual} bytes; h = {model.width}, f = {model.ff_width}",
         f"a layer saves {layer:,.0f} bytes a token ({layer / model.width:.2f}·h): attention {attention:,.0f}, "
         f"feed-forward {activations.feed_forward_saved_bytes(model, width):,.0f}",
     ]
-    if job.recompute:
-        lines.append(f"recomputed: a block keeps its input only, {kept:,.0f} bytes a token")
+    if job.recompute != "none":
+        what = "its input only" if job.recompute == "full" else "its input and what products and attention left"
+        lines.append(f"recomputed: a block keeps {what}, {kept:,.0f} bytes a token")
     ends = activations.ends_saved_bytes(model, width)
     lines.append(
         f"tokens {job.micro_batch} × {job.context} = {tokens:,}; × ({model.layers} layers × {kept:,.0f} + ends {ends:,.0f})"
@@ -164,7 +165,7 @@ def compute_lines(job: Job, found: Estimate) -> list[str]:
         )
     else:
         assert job.device.peak_flops
-        extra = f" × {RECOMPUTE_FACTOR:.2f} (recomputation)" if job.recompute else ""
+        extra = f" × {RECOMPUTE_FACTOR:.2f} (recomputation)" if job.recompute == "full" else ""
         lines.append(
             f"{flops.palm:,} × {tokens:,} tokens / ({job.device.peak_flops:.3g} × assumed MFU {job.mfu:g}){extra}"
         )

@@ -19,6 +19,8 @@ from lit_gpt_dist.planner.activations import (
     TOKEN_BYTES,
     Widths,
     ends_saved_bytes,
+    layer_computed_again_bytes,
+    layer_kept_bytes,
     layer_saved_bytes,
     logit_bytes,
 )
@@ -140,7 +142,7 @@ def copy_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
     second_backward = 2 if moment == "backward" else 1  # the first that starts with gradients and the cache
     if job.autocast and accumulate > second_backward:
         live = job.model.matmul_parameters()
-    elif job.recompute and (moment == "backward" or not job.autocast):
+    elif job.recompute != "none" and (moment == "backward" or not job.autocast):
         live = head if moment == "loss" else block
     return width.compute * live / (plan.tensor * plan.stages)
 
@@ -156,13 +158,13 @@ def activation_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> fl
     if moment == "end":  # the first block's activations make room for its own gradients
         gradients = state_bytes_per_parameter(job.precision, job.optimizer).gradients
         return max(0.0, layer + passing - gradients * block_parameters(model) / plan.gradient_shards)
-    kept = tokens * width.residual * model.width if job.recompute else layer
+    kept = tokens * layer_kept_bytes(model, job.context, width, job.flash, job.recompute)
     blocks = model.layers
     if plan.stages > 1:  # one forward, one backward: the first stage holds as many as there are stages (Narayanan 2019)
         blocks = min(plan.stages, accumulate) * -(-model.layers // plan.stages)
     if moment == "loss":
         return blocks * kept + tokens * ends_saved_bytes(model, width)
-    whole_again = layer if job.recompute else 0.0
+    whole_again = tokens * layer_computed_again_bytes(model, job.context, width, job.flash, job.recompute)
     return blocks * kept + whole_again + passing + tokens * TOKEN_BYTES
 
 

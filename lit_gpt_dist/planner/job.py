@@ -5,6 +5,7 @@ from typing import Literal
 
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import GPTConfig
+from lit_gpt_dist.planner.activations import Recompute
 from lit_gpt_dist.planner.calibration import Calibration
 from lit_gpt_dist.planner.compute import Rates
 from lit_gpt_dist.planner.hardware import GIB, UNKNOWN_LINK, Device, Link
@@ -36,7 +37,7 @@ class Job:
     micro_batch: int = 16
     precision: Precision = "bf16-mixed"
     optimizer: str = "adamw"
-    recompute: bool = False
+    recompute: Recompute = "none"
     flash: bool = True
     execution: Execution = "eager"
     overlap: bool = True

@@ -5,11 +5,13 @@ import difflib
 import math
 import platform
 from pathlib import Path
+from typing import get_args
 
 from lit_gpt_dist.arguments import ToolParser
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import PRESETS, preset
 from lit_gpt_dist.planner import calibration as calibrations
+from lit_gpt_dist.planner.activations import Recompute
 from lit_gpt_dist.planner.calibration import Calibration
 from lit_gpt_dist.planner.explain import FIGURES
 from lit_gpt_dist.planner.hardware import DEVICES, GIB, UNKNOWN_LINK, Device, Link, device_by_name, link_by_name
@@ -103,7 +105,7 @@ def add_training(options: ToolParser) -> None:
         "--autocast", type=truth, default=False, help="16 bits in products only, as in other loops: on or off"
     )
     training.add_argument("--optimizer", choices=list(MOMENTS), default="adamw", help="sgd is SGD with momentum")
-    training.add_argument("--recompute", choices=("none", "full"), default="none")
+    training.add_argument("--recompute", choices=get_args(Recompute), default="none")
     training.add_argument("--flash", type=truth, default=True, help="fused attention: on or off")
     training.add_argument(
         "--execution",
@@ -209,7 +211,7 @@ def job_from(options: argparse.Namespace) -> Job:
         options.micro_batch,
         options.precision,
         options.optimizer,
-        options.recompute == "full",
+        options.recompute,
         options.flash,
         options.execution,
         options.overlap,

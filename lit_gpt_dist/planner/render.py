@@ -94,9 +94,9 @@ def limits_table(rows: Iterable[tuple[Estimate, int | None, float | None]]) -> T
     return Table("Limits", headers, cells, left=("strategy",))
 
 
-def activation_table(rows: Iterable[tuple[str, float, float]]) -> Table:
-    cells = [[name, number(kept, GIB, 2), number(recomputed, GIB, 2)] for name, kept, recomputed in rows]
-    headers = ("attention", "kept", "recomputed")
+def activation_table(rows: Iterable[tuple[str, list[float]]]) -> Table:
+    cells = [[name, *(number(each, GIB, 2) for each in found)] for name, found in rows]
+    headers = ("attention", "kept", "recompute selective", "recompute full")
     return Table("Activations of one micro-batch on one card, GiB", headers, cells, left=("attention",))
 
 
@@ -106,7 +106,7 @@ def heading(job: Job, size: str) -> list[str]:
         f"{size}: {model.parameters() / 1e6:,.1f}M parameters, {model.layers} layers, width {model.width}, "
         f"context {model.context}, vocabulary {model.vocab_size:,}",
         f"{job.nodes} × {job.devices} {job.device.name}, link {job.link.name} ({job.link.source}), {job.precision}, {job.optimizer}, "
-        f"recompute {'full' if job.recompute else 'none'}, {job.execution}; global batch {job.global_batch} windows, micro {job.micro_batch}",
+        f"recompute {job.recompute}, {job.execution}; global batch {job.global_batch} windows, micro {job.micro_batch}",
     ]
     if job.calibration and job.rates:
         lines.append(f"rates measured on {job.calibration.device}, {job.calibration.when}")

@@ -35,7 +35,7 @@ OPTIONS = {
     "text for a rate": (["--optim.lr", "fast"], ["optim.lr fast", "a number"]),
     "text for yes or no": (["--export", "maybe"], ["export maybe", "true or false"]),
     "a negative rate": (["--optim.lr", "-1"], ["optim.lr -1", "above 0"]),
-    "an unknown choice": (["--model.recompute", "half"], ["model.recompute half", "none, full"]),
+    "an unknown choice": (["--model.recompute", "half"], ["model.recompute half", "none, selective, full"]),
     "an unknown size": (["--model.size", "babby"], ["babby", "gpt2-124m", "did you mean baby?"]),
     "an unknown strategy": (["--trainer.strategy", "fdsp"], ["'fdsp'", "did you mean fsdp2?"]),
     "an unknown strategy class": (["--trainer.strategy", "lit_gpt_dist.parallel.FSDP3"], ["FSDP3", "does not exist"]),

@@ -135,7 +135,7 @@ def test_running_out_of_memory_says_what_was_held_and_what_to_do(tmp_path: Path)
     assert done.returncode == 1
     assert "held, in GiB: weights" in done.stderr
     assert "1. --data.micro_batch 2" in done.stderr
-    assert "2. --model.recompute full" in done.stderr
+    assert "2. --model.recompute selective" in done.stderr
 
 
 def test_quiet_prints_nothing_and_no_watching_still_trains(tmp_path: Path) -> None:

@@ -16,6 +16,12 @@ from lit_gpt_dist import recorded
 from lit_gpt_dist.callbacks import compiling
 from lit_gpt_dist.callbacks.recorder import StepRecorder
 from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.model.config import GPTConfig
+from lit_gpt_dist.model.gpt import GPT
+from lit_gpt_dist.model.init import initialize
+from lit_gpt_dist.parallel.compile import compile_model
+from lit_gpt_dist.parallel.recompute import set_recompute
+from lit_gpt_dist.planner.activations import saved_bytes, widths
 
 SMALL = dict(size="tiny", context=32)
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
@@ -82,6 +88,34 @@ def test_in_bf16_weights_gathered_in_bf16_give_the_curve_of_weights_rounded_on_t
     run = Run(steps=3, precision="bf16-mixed", model=SMALL | dict(layers=1, compile="model"))
     gathered = run.on("fsdp2", 1, strategy_options=dict(units="model"))
     assert on_ranks(1, losses, gathered) == [losses(run)]
+
+
+@needs_compiler
+def test_selective_recomputation_keeps_what_is_planned_in_a_compiled_model_too() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = GPTConfig(layers=2, heads=2, width=64, context=64, vocab_size=8)
+    model = GPT(config)
+    model.compute_dtype = torch.bfloat16
+    initialize(model, 0, lambda parameter, value: parameter.data.copy_(value))
+    set_recompute(model, "selective")
+    compile_model(model, "model")
+    tokens = torch.randint(0, config.vocab_size, (16, config.context))
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens, tokens.clone())
+    found = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+    weights = 2 * config.parameters()  # casts may be kept or not
+    planned = saved_bytes(config, 16, config.context, widths("bf16-mixed"), recompute="selective")
+    print(f"kept {found:,} bytes, planned {planned:,.0f}")
+    assert planned * 0.95 <= found <= planned * 1.05 + weights
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "the compiler follows what is kept"
 
 
 def cuts(run: Run) -> bool:

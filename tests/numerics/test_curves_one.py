@@ -22,6 +22,7 @@ RUNS = {
         ONE.on("ddp", 2),
         ONE.on("fsdp2", 2),
         ONE.on("fsdp2", 2, recompute="full"),
+        ONE.on("fsdp2", 2, recompute="selective"),
         ONE.on("ddp", 2, micro_batch=8),
         ONE.on("fsdp2", 2, micro_batch=2, strategy_options=dict(reshard_after_forward=False)),
         ONE.on("fsdp2", 2, micro_batch=2, strategy_options=dict(units="model")),
@@ -67,13 +68,13 @@ def test_in_bf16_the_curve_is_the_same_to_the_last_bit_on_the_same_micro_batches
 
 def test_accumulation_and_recomputation_do_not_change_the_curve_of_one_process() -> None:
     reference = losses(replace(ONE, precision=FP64))
-    for change in (dict(micro_batch=16), dict(micro_batch=1), dict(recompute="full")):
+    for change in (dict(micro_batch=16), dict(micro_batch=1), dict(recompute="selective"), dict(recompute="full")):
         assert worst(losses(replace(ONE, precision=FP64, **change)), reference) <= TOLERANCE[FP64]
 
 
 def test_dropout_and_the_llama_shape_follow_the_curve_on_any_layout_of_the_same_micro_batches() -> None:
     """Dropout masks belong to a micro-batch of a step, so they do not depend on the rank that computes it."""
-    layouts = [("ddp", "none"), ("fsdp2", "none"), ("fsdp2", "full")]
+    layouts = [("ddp", "none"), ("ddp", "selective"), ("fsdp2", "none"), ("fsdp2", "full")]
     for run in (DROPOUT, LLAMA):
         one = replace(run, precision=FP64, steps=8)
         runs = [one.on(strategy, 2, recompute=recompute) for strategy, recompute in layouts]

@@ -238,7 +238,13 @@ def test_remedies_for_missing_memory_come_cheapest_first_and_leave_out_what_is_i
     trainer = SimpleNamespace(datamodule=SimpleNamespace(plan=plan), strategy=DDP())
     module = SimpleNamespace(recompute="none", device=torch.device("cpu"), config=SimpleNamespace(context=64))
     found = remedies(trainer, module)
-    assert [text.split()[0] for text in found[:3]] == ["--data.micro_batch", "--model.recompute", "--trainer.strategy"]
+    asked = [
+        "--data.micro_batch 4",
+        "--model.recompute selective:",
+        "--model.recompute full:",
+        "--trainer.strategy fsdp2",
+    ]
+    assert [" ".join(text.split()[:2]) for text in found[:4]] == asked
     assert "accumulate 4" in found[0]
     trainer.strategy, module.recompute = FSDP2(), "full"
     assert not any("--trainer.strategy" in text or "--model.recompute" in text for text in remedies(trainer, module))

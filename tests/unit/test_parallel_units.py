@@ -7,6 +7,7 @@ from torch import nn
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.parallel import FSDP2, HSDP, sharded
 from lit_gpt_dist.parallel.fsdp2 import AT_ONCE_BYTES
+from lit_gpt_dist.parallel.recompute import check_recompute
 
 
 def placed(kind, processes=2, nodes=1, device="cuda", dtype=torch.bfloat16, rank_0_says=None, **options):
@@ -93,3 +94,10 @@ def test_units_that_mean_nothing_are_refused(kind):
         kind(units="Model")
     with pytest.raises(UserError, match="leave one out"):
         units(placed(kind, units="model", reshard_after_forward=False))
+
+
+def test_selective_recomputation_is_refused_where_its_casts_are_cached():
+    check_recompute("selective", "bf16-mixed")
+    check_recompute("full", "16-mixed")
+    with pytest.raises(UserError, match="use bf16-mixed, or recompute full"):
+        check_recompute("selective", "16-mixed")

@@ -19,7 +19,7 @@ BATCH = 8
 BASE = dict(layers=4, heads=4, width=128, context=64, vocab_size=32)
 
 
-def saved_by_autograd(config: GPTConfig, precision: str, recompute: bool = False) -> int:
+def saved_by_autograd(config: GPTConfig, precision: str, recompute: str = "none") -> int:
     """Bytes of distinct storages that the graph of one forward keeps, parameters and their 16-bit copies not counted."""
     model = GPT(config)
     for parameter in model.parameters():
@@ -92,7 +92,7 @@ def test_autocast_keeps_36_and_bf16_everywhere_32_bytes_per_value_of_the_width()
 def test_recomputation_keeps_only_the_border_of_each_block():
     config = GPTConfig(**BASE)
     width = widths("32-true")
-    less = saved_bytes(config, 1, 64, width) - saved_bytes(config, 1, 64, width, recompute=True)
+    less = saved_bytes(config, 1, 64, width) - saved_bytes(config, 1, 64, width, recompute="full")
     assert less == 64 * config.layers * (layer_saved_bytes(config, 64, width) - 4 * config.width)
 
 
@@ -125,7 +125,7 @@ class PeakMemory(TorchDispatchMode):
         return result
 
 
-def peak_of_a_step(config: GPTConfig, micro: int, accumulate: int, precision: str, recompute: bool) -> int:
+def peak_of_a_step(config: GPTConfig, micro: int, accumulate: int, precision: str, recompute: str) -> int:
     """Peak bytes of the second step (the first has no moments yet), run as the application runs it."""
     model = GPT(config)
     for parameter in model.parameters():
@@ -154,12 +154,14 @@ WIDE = GPTConfig(layers=3, heads=2, width=64, context=32, vocab_size=128)
 MANY_LOGITS = GPTConfig(layers=2, heads=2, width=32, context=32, vocab_size=1024)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "autocast"])
 @pytest.mark.parametrize(("micro", "accumulate"), [(2, 1), (16, 1), (16, 2)])
 @pytest.mark.parametrize("config", [WIDE, MANY_LOGITS], ids=["wide", "many logits"])
 def test_the_peak_of_a_whole_step_is_predicted(config, micro, accumulate, precision, recompute):
     # 5%: in so small a model the pieces that are not counted (gradients between two operations) still show
+    if (recompute, precision) == ("selective", "autocast"):
+        pytest.skip("autocast's cache of weights changes what is computed again; `fit` refuses it")
     job = Job(config, Device("any", workspace_bytes=0), global_batch=micro * accumulate, micro_batch=micro,
               precision="32-true" if precision == "32-true" else "bf16-mixed", autocast=precision == "autocast",
               recompute=recompute)  # fmt: skip

@@ -118,14 +118,14 @@ def test_a_calibration_replaces_the_assumed_mfu():
     job = Job(model, DEVICES["h200"], micro_batch=32, global_batch=32, execution="compiled",
               calibration=Calibration("NVIDIA H200", RATES))  # fmt: skip
     found = estimate(job, "single")
-    timed = micro_seconds(model, 32, 1024, widths("bf16-mixed"), RATES, "compiled", False)
+    timed = micro_seconds(model, 32, 1024, widths("bf16-mixed"), RATES, "compiled", "none")
     assert found.times.compute > timed.total
     assert found.mfu != pytest.approx(job.mfu)
 
 
 def test_small_shapes_are_bound_by_launches_and_a_graph_removes_them():
     model = preset("baby", vocab_size=160)
-    times = [micro_seconds(model, 4, 256, widths("bf16-mixed"), RATES, how, False) for how in ("eager", "graph")]
+    times = [micro_seconds(model, 4, 256, widths("bf16-mixed"), RATES, how, "none") for how in ("eager", "graph")]
     assert times[0].total == times[0].launches
     assert times[1].launches == 0
     assert times[1].total < times[0].total / 2
@@ -137,17 +137,22 @@ def test_a_further_micro_batch_takes_its_time_and_the_adding_of_its_gradients():
         estimate(Job(preset("gpt2-124m"), DEVICES["h200"], global_batch=16 * n, **fields), "single").times.step
         for n in (1, 2)
     )
-    micro = micro_seconds(preset("gpt2-124m"), 16, 1024, widths("bf16-mixed"), RATES, "graph", False)
+    micro = micro_seconds(preset("gpt2-124m"), 16, 1024, widths("bf16-mixed"), RATES, "graph", "none")
     added = 3 * 4 * preset("gpt2-124m").parameters() / RATES.copy_bandwidth
     assert twice - once == pytest.approx(micro.total + added)
 
 
 def test_recomputation_repeats_all_products_of_a_block_but_the_last():
     model = preset("gpt2-124m")
-    once, again = (micro_seconds(model, 8, 1024, widths("bf16-mixed"), RATES, "graph", full) for full in (False, True))
+    once, cheap, again = (
+        micro_seconds(model, 8, 1024, widths("bf16-mixed"), RATES, "graph", kind)
+        for kind in ("none", "selective", "full")
+    )
     block = 12 * model.width**2  # 3 for queries, keys and values, 1 for their output, 4 up, 4 down
     repeated = 2 * 8 * 1024 * model.layers * (block - 4 * model.width**2) / RATES.matmul_at(model.width)
     assert again.products - once.products == pytest.approx(repeated)
+    assert (cheap.products, cheap.attention) == (once.products, once.attention)
+    assert once.traffic < cheap.traffic == again.traffic
 
 
 def test_gathers_take_the_bandwidth_of_gathers_where_it_was_measured():

@@ -49,7 +49,7 @@ def test_one_card_frees_its_gradients_unless_it_accumulates():
 
 def test_recomputation_and_smaller_micro_batches_need_less():
     whole = estimate(job(), "ddp").peak_bytes
-    assert estimate(job(recompute=True), "ddp").peak_bytes < whole
+    assert estimate(job(recompute="full"), "ddp").peak_bytes < whole
     assert estimate(job(micro_batch=8), "ddp").peak_bytes < whole
 
 
@@ -224,7 +224,7 @@ def test_a_small_model_on_one_card_needs_nothing_else():
 
 def test_a_micro_batch_that_is_too_large_becomes_accumulation_before_anything_else():
     advice = advise(job(devices=1, micro_batch=64, global_batch=64))
-    assert (advice.strategy, advice.job.recompute) == ("single", False)
+    assert (advice.strategy, advice.job.recompute) == ("single", "none")
     assert advice.job.micro_batch < 64
     assert "accumulation" in advice.reason
 
@@ -251,7 +251,7 @@ def test_recomputation_is_tried_at_the_micro_batch_asked_for():
     small = DEVICES["a100-40gb"]
     link = link_by_name("nvlink", small)
     advice = advise(Job(preset("4b"), small, devices=2, link=link, global_batch=2, micro_batch=1))
-    assert (advice.strategy, advice.job.micro_batch, advice.job.recompute) == ("fsdp2", 1, True)
+    assert (advice.strategy, advice.job.micro_batch, advice.job.recompute) == ("fsdp2", 1, "full")
 
 
 def test_fsdp2_reduces_every_micro_batch_where_whole_gradients_do_not_fit():
@@ -272,10 +272,11 @@ def test_a_smaller_micro_batch_is_judged_with_the_accumulation_it_leads_to():
 
 def test_a_later_strategy_that_is_clearly_faster_is_said_with_both_times():
     links = dict(link=NVLINK, node_link=Link("50 GB/s", 50e9, "given", ""))
-    asked = Job(preset("4b"), H100, devices=8, nodes=2, global_batch=512, micro_batch=2, **links)
+    card = replace(H100, memory_bytes=72 * GIB)
+    asked = Job(preset("4b"), card, devices=8, nodes=2, global_batch=512, micro_batch=2, **links)
     advice = advise(asked)
-    assert (advice.strategy, advice.job.recompute) == ("ddp", True)
-    assert not advice.faster.job.recompute
+    assert (advice.strategy, advice.job.recompute) == ("ddp", "full")
+    assert advice.faster.job.recompute == "none"
     assert estimate(advice.faster.job, advice.faster.strategy).times.step * 1.1 < estimate(advice.job, "ddp").times.step
     line = advice.faster.sentence("ddp", "--model.size 4b")
     assert line.startswith("faster by 3")
