@@ -40,7 +40,7 @@ def name_run(root: Path, tag: str, size: str) -> tuple[str, bool]:
     """
     if os.environ.get(RUN_VARIABLE):
         return os.environ[RUN_VARIABLE], False
-    base = tag or f"{size}-{datetime.now():%Y%m%d-%H%M%S}"
+    base = tag or f"{size}-{launched():%Y%m%d-%H%M%S}"
     name, number = base, 1
     alone = os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("SLURM_NTASKS", "1") == "1"
     while not (reserved(root / name) if alone else not (root / name).exists()):
@@ -48,6 +48,18 @@ def name_run(root: Path, tag: str, size: str) -> tuple[str, bool]:
         name = f"{base}-{number}"
     os.environ[RUN_VARIABLE] = name
     return name, True
+
+
+def launched() -> datetime:
+    """When torchrun started, which its ranks of a machine agree on however long each took to come here; else now."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        try:  # proc(5): the 22nd field, in ticks since the machine started
+            ticks = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+            started = re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
+            return datetime.fromtimestamp(int(started[1]) + int(ticks) / os.sysconf("SC_CLK_TCK"))  # type: ignore[index]
+        except (OSError, ValueError, IndexError, TypeError):
+            pass  # no Linux
+    return datetime.now()
 
 
 def reserved(folder: Path) -> bool:

@@ -2,12 +2,14 @@
 
 import os
 import subprocess
+import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from helpers.commands import COMMAND, SMALL, clean_environment, here, results
 
-from lit_gpt_dist.runs import name_run
+from lit_gpt_dist.runs import launched, name_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -48,6 +50,17 @@ def test_a_name_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert name_run(tmp_path, "x", "tiny") == (expected, True)
         assert (tmp_path / expected).is_dir(), "before anything is written there"
     assert name_run(tmp_path, "x", "tiny") == ("x-2", False), "one that was handed over is not new"
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs Linux's /proc")
+def test_ranks_of_torchrun_name_a_run_by_when_that_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert launched() < launched(), "alone: now"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
+    assert launched() == launched() < datetime.now()
+    code = "from lit_gpt_dist.runs import launched; print(launched())"
+    told = [subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) for _ in range(2)]
+    assert told[0] == told[1], "both were started by this process"
 
 
 def test_a_resumed_run_keeps_its_global_batch_whatever_the_micro_batch_unless_another_is_given(
