@@ -133,7 +133,9 @@ class Block(nn.Module):
         how["preserve_rng_state"] = self.dropout.p > 0  # without dropout nothing random is recomputed
         if self.recompute == "selective":
             # a compiler leaves out by itself what backward does not need
-            keeps = keeps_all if self.dropout.p > 0 or torch.compiler.is_compiling() else keeps_all_but_last
+            keeps = keeps_all if torch.compiler.is_compiling() else keeps_all_but_last
+            if self.dropout.p > 0:
+                keeps = keeps_products
             how["context_fn"] = partial(create_selective_checkpoint_contexts, keeps)
         return checkpoint(self.transform, x, phases, **how)
 
@@ -145,8 +147,13 @@ class Block(nn.Module):
 # Whether selective recomputation keeps an operation's result. Functions of the module: the compiler follows no others here.
 
 
+def keeps_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """With dropout: every operation that draws random numbers must run again, or those behind it would draw others."""
+    return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def keeps_all(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Products and attention: with dropout, which needs the last product's result to draw its mask anew."""
+    """Products and attention."""
     kept = operation in PRODUCTS or operation in ATTENTIONS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -99,7 +99,7 @@ def layer_kept_bytes(config: GPTConfig, context: int, width: Widths, flash: bool
     """Bytes per token that a block keeps from its forward to its backward, under recomputation.
 
     ``full``: its input. ``selective``: also queries, keys and values as one product left them, attention's output and log-sum-exp
-    (flash), and what `output`, up and gate left; not what `down` left, which nothing needs but dropout.
+    (flash), and what `output`, up and gate left. With dropout not attention's, but what `down` left.
     """
     if recompute == "none":
         return layer_saved_bytes(config, context, width, flash)
@@ -110,7 +110,7 @@ def layer_kept_bytes(config: GPTConfig, context: int, width: Widths, flash: bool
     products += config.ff_width * (1 if config.activation == "gelu" else 2) + (
         config.width if config.dropout > 0 else 0
     )
-    attention = width.compute * config.width + FP32_BYTES * config.heads if flash else 0
+    attention = width.compute * config.width + FP32_BYTES * config.heads if flash and not config.dropout else 0
     return border + width.compute * products + attention
 
 

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.generate import choose, generate_tokens
+from lit_gpt_dist.model import gpt
 from lit_gpt_dist.model.config import PRESETS, GPTConfig, preset
 from lit_gpt_dist.model.flops import flops_per_token, model_flops_utilization
 from lit_gpt_dist.model.gpt import GPT, compiled_cross_entropy, cross_entropy, rotary_phases, rotate
@@ -191,3 +193,12 @@ def test_the_loss_written_for_the_compiler_has_the_value_and_gradients_of_the_us
         found.append((loss.detach(), *torch.autograd.grad(loss.sum(), inputs)))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_with_dropout_nothing_that_draws_random_numbers_is_kept_by_selective_recomputation():
+    """What is kept does not run again, and what follows would draw what it drew."""
+    kept = [op for op in gpt.PRODUCTS | gpt.ATTENTIONS if gpt.keeps_products(None, op) is CheckpointPolicy.MUST_SAVE]
+    assert set(kept) == gpt.PRODUCTS
+    assert not any(torch.Tag.nondeterministic_seeded in op.tags for op in kept)
+    random = [op for op in gpt.ATTENTIONS if torch.Tag.nondeterministic_seeded in op.tags]
+    assert random, "attention draws where it drops"
