@@ -29,7 +29,8 @@ class FSDP2(MeshStrategy):
         no_sync: reduce once per step; False reduces after every micro-batch (to measure what that costs).
         timeout_seconds: a collective that takes longer ends the run.
         units: what is gathered at a time: blocks, each beside the computation of another; or the model at once, before the
-            step's first forward, which is then compiled as a whole. auto: the model where its weights take at most 1 GiB
+            step's first forward, which is then compiled as a whole. auto: the model where its weights take at most a
+            32nd of a card's memory
             and NVLink joins every two of the cards that this process sees.
 
     Attributes:
@@ -76,7 +77,8 @@ class FSDP2(MeshStrategy):
             element_bytes = (self.compute_dtype or torch.get_default_dtype()).itemsize
             size = element_bytes * sum(parameter.numel() for parameter in model.parameters())
             nvlink = self.root_device.type == "cuda" and self.shards_within_node and joined_by_nvlink()
-            self.units = self.broadcast("model" if fsdp2.gathers_at_once(size, nvlink) else "blocks")
+            memory = torch.cuda.get_device_properties(self.root_device).total_memory if nvlink else 0
+            self.units = self.broadcast("model" if fsdp2.gathers_at_once(size, nvlink, memory) else "blocks")
 
     @property
     def shards_within_node(self) -> bool:

@@ -25,7 +25,7 @@ from lit_gpt_dist.planner.activations import (
     logit_bytes,
 )
 from lit_gpt_dist.planner.activations import widths as value_widths
-from lit_gpt_dist.planner.job import AT_ONCE_BYTES, Job
+from lit_gpt_dist.planner.job import AT_ONCE_SHARE, Job
 from lit_gpt_dist.planner.layout import SHARDED, Layout
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
 
@@ -110,7 +110,7 @@ def gathers_at_once(job: Job, plan: Layout) -> bool:
         return plan.strategy in SHARDED and job.units == "model"
     inside = plan.strategy == "hsdp" or job.nodes == 1
     size = strategy_widths(job, plan).compute * job.model.parameters()
-    return inside and job.link.is_fast and size <= AT_ONCE_BYTES
+    return inside and job.link.is_fast and size <= AT_ONCE_SHARE * (job.device.memory_bytes or 0)
 
 
 def gradients_sent_bytes(job: Job, plan: Layout, accumulate: int, no_sync: bool) -> float:

@@ -19,7 +19,7 @@ ASSUMED_MFU = (
 )
 # parallel/replicated.py: torch.nn.parallel.DistributedDataParallel's default bucket_cap_mb, and ours for a model compiled whole
 DDP_BUCKET_BYTES, COMPILED_BUCKET_BYTES = 25.0 * 2**20, 100.0 * 2**20
-AT_ONCE_BYTES = 2.0**30  # parallel/fsdp2.py: up to here fsdp2 gathers the whole model at once, over NVLink
+AT_ONCE_SHARE = 1 / 32  # parallel/fsdp2.py: of a card's memory; weights of up to that are gathered at once, over NVLink
 RESERVE_GIB = 2.0  # of a card: CUDA context, NCCL's buffers, fragmentation
 
 

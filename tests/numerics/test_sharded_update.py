@@ -9,8 +9,9 @@ from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_gpt_dist.optim.groups import LocalAdamW
-from lit_gpt_dist.parallel.fsdp2 import AT_ONCE_BYTES, gathers_at_once
+from lit_gpt_dist.parallel.fsdp2 import gathers_at_once
 
+GIB = 2**30
 WHOLE = (64, 16)
 RATE = 1e-2
 
@@ -46,9 +47,9 @@ def updated() -> tuple[torch.Tensor, set[int], bool]:
 
 
 def test_what_is_gathered_at_once_is_small_and_gathered_over_nvlink() -> None:
-    assert gathers_at_once(AT_ONCE_BYTES, nvlink=True)
-    assert not gathers_at_once(AT_ONCE_BYTES + 1, nvlink=True)
-    assert not gathers_at_once(1, nvlink=False)
+    assert gathers_at_once(GIB, nvlink=True, memory_bytes=32 * GIB)
+    assert not gathers_at_once(GIB + 1, nvlink=True, memory_bytes=32 * GIB)
+    assert not gathers_at_once(1, nvlink=False, memory_bytes=32 * GIB)
 
 
 def units_of(run: Run) -> str:

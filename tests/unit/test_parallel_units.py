@@ -1,13 +1,16 @@
 """What fsdp2 and hsdp gather at a time, where that is left to them. No ranks, no cards: what they would see is made up."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.parallel import FSDP2, HSDP, sharded
-from lit_gpt_dist.parallel.fsdp2 import AT_ONCE_BYTES
 from lit_gpt_dist.parallel.recompute import check_recompute
+
+LARGEST = 2**15  # bytes of weights that are gathered at once
 
 
 def placed(kind, processes=2, nodes=1, device="cuda", dtype=torch.bfloat16, rank_0_says=None, **options):
@@ -38,17 +41,17 @@ def units(strategy, count=1000):
 
 @pytest.fixture
 def nvlink(monkeypatch):
+    """And cards of 1 MiB, of which a 32nd is LARGEST."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**20))
     monkeypatch.setattr(sharded, "joined_by_nvlink", lambda: True)
 
 
 @pytest.mark.usefixtures("nvlink")
-def test_over_nvlink_a_model_of_at_most_a_gib_is_gathered_at_once():
-    assert units(placed(FSDP2), AT_ONCE_BYTES // 2) == "model"
-    assert units(placed(FSDP2), AT_ONCE_BYTES // 2 + 1) == "blocks"
-    assert units(placed(FSDP2, dtype=None), AT_ONCE_BYTES // 4) == "model", (
-        "four bytes a weight without 16-bit precision"
-    )
-    assert units(placed(FSDP2, dtype=None), AT_ONCE_BYTES // 4 + 1) == "blocks"
+def test_over_nvlink_a_model_of_at_most_a_32nd_of_the_memory_is_gathered_at_once():
+    assert units(placed(FSDP2), LARGEST // 2) == "model"
+    assert units(placed(FSDP2), LARGEST // 2 + 1) == "blocks"
+    assert units(placed(FSDP2, dtype=None), LARGEST // 4) == "model", "four bytes a weight without 16-bit precision"
+    assert units(placed(FSDP2, dtype=None), LARGEST // 4 + 1) == "blocks"
 
 
 def test_without_nvlink_or_on_a_cpu_blocks_are_gathered(monkeypatch):
@@ -70,13 +73,13 @@ def test_what_crosses_machines_is_gathered_by_blocks():
 def test_all_ranks_do_what_rank_0_says_and_a_second_model_is_decided_anew():
     assert units(placed(FSDP2, rank_0_says="blocks")) == "blocks"
     strategy = placed(FSDP2)
-    assert [units(strategy, count) for count in (10, AT_ONCE_BYTES, 10)] == ["model", "blocks", "model"]
+    assert [units(strategy, count) for count in (10, LARGEST, 10)] == ["model", "blocks", "model"]
 
 
 @pytest.mark.usefixtures("nvlink")
 def test_units_that_are_given_stay():
     assert units(placed(FSDP2, units="blocks")) == "blocks"
-    assert units(placed(HSDP, processes=1, nodes=2, units="model"), AT_ONCE_BYTES) == "model"
+    assert units(placed(HSDP, processes=1, nodes=2, units="model"), LARGEST) == "model"
 
 
 def test_gradients_travel_as_they_were_computed_within_a_machine_and_unless_they_were_added_up():

@@ -12,7 +12,7 @@ from lit_gpt_dist.planner.explain import FIGURES, explain
 from lit_gpt_dist.planner.footprint import gathers_at_once, moment_bytes
 from lit_gpt_dist.planner.hardware import DEVICES, GIB, Device, Link, link_by_name
 from lit_gpt_dist.planner.inference import cache_bytes_per_token, plan_inference, weight_bytes
-from lit_gpt_dist.planner.job import AT_ONCE_BYTES, Job
+from lit_gpt_dist.planner.job import AT_ONCE_SHARE, Job
 from lit_gpt_dist.planner.layout import NOT_TRAINABLE, STRATEGIES, layout
 from lit_gpt_dist.planner.limits import largest_dividing_micro_batch, largest_micro_batch, largest_model_parameters
 from lit_gpt_dist.planner.traffic import communication_seconds, last_bucket_bytes, sent_bytes
@@ -28,7 +28,7 @@ def job(size="big", **changes) -> Job:
 
 
 def test_each_stage_of_sharding_holds_less():
-    peaks = [estimate(job(), name).peak_bytes for name in ("ddp", "zero1", "zero2", "fsdp2")]
+    peaks = [estimate(job(units="blocks"), name).peak_bytes for name in ("ddp", "zero1", "zero2", "fsdp2")]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == 4
 
@@ -101,10 +101,10 @@ def at_once(**changes) -> bool:
 def test_the_planner_gathers_at_once_what_fit_does():
     from lit_gpt_dist.parallel import fsdp2
 
-    assert AT_ONCE_BYTES == fsdp2.AT_ONCE_BYTES
+    assert AT_ONCE_SHARE == fsdp2.AT_ONCE_SHARE
     assert at_once(size="gpt2-124m")
-    assert not at_once(size="big"), "its weights take more than a GiB"
-    assert at_once(size="big", units="model")
+    assert not at_once(size="4b"), "its weights take more than a 32nd of the card's memory"
+    assert at_once(size="4b", units="model")
     assert not at_once(size="gpt2-124m", units="blocks")
     assert not at_once(size="gpt2-124m", link=PCIE), "where gathers take long they are hidden"
     assert not at_once(size="gpt2-124m", nodes=2, node_link=PCIE)
@@ -126,27 +126,30 @@ def test_what_is_gathered_at_once_is_not_hidden_and_lies_in_memory_whole():
 
 
 def test_gradients_are_sent_in_16_bits_within_a_machine_unless_they_were_added_up():
-    straight, several = job(global_batch=64, micro_batch=8), job(global_batch=128, micro_batch=8)
+    straight, several = (job(global_batch=n, micro_batch=8, units="blocks") for n in (64, 128))
     assert [found.accumulate(8) for found in (straight, several)] == [1, 2]
     plan = layout(straight, "fsdp2")
     share = straight.model.parameters() * (plan.weight_shards - 1) / plan.weight_shards
     assert sent_bytes(straight, plan, 1, True) == pytest.approx(share * (2 * 2 + 2))
     assert sent_bytes(several, plan, 2, True) == pytest.approx(share * (2 * 2 * 2 + 4))
     assert sent_bytes(several, plan, 2, False) == pytest.approx(share * 2 * (2 * 2 + 2))
-    assert sent_bytes(job(precision="32-true"), plan, 1, True) == pytest.approx(share * (2 * 4 + 4))
-    assert sent_bytes(job(nodes=2, node_link=PCIE), plan, 1, True) == pytest.approx(share * (2 * 2 + 4))
+    assert sent_bytes(job(precision="32-true", units="blocks"), plan, 1, True) == pytest.approx(share * (2 * 4 + 4))
+    assert sent_bytes(job(nodes=2, node_link=PCIE, units="blocks"), plan, 1, True) == pytest.approx(share * (2 * 2 + 4))
     (formula, *_) = explain(straight, estimate(straight, "fsdp2"), "sent")[1:]
     assert "2 bytes × 1 reductions" in formula
 
 
 def test_fsdp2_never_hides_its_first_gather_and_its_last_reduction():
-    parts = communication_seconds(job(), layout(job(), "fsdp2"))
-    accumulate = estimate(job(), "fsdp2").accumulate
-    assert exposed("fsdp2") == pytest.approx(accumulate * parts.first_gather + parts.last_reduce)
+    asked = job(units="blocks")
+    parts = communication_seconds(asked, layout(asked, "fsdp2"))
+    accumulate = estimate(asked, "fsdp2").accumulate
+    assert exposed("fsdp2", units="blocks") == pytest.approx(accumulate * parts.first_gather + parts.last_reduce)
     assert parts.first_gather > parts.gather / job().model.layers
-    each = communication_seconds(job(no_sync=False), layout(job(), "fsdp2"))
+    each = communication_seconds(replace(asked, no_sync=False), layout(asked, "fsdp2"))
     assert each.last_reduce == pytest.approx(parts.last_reduce / 2), "nothing is added up before it is sent"
-    assert exposed("fsdp2", no_sync=False) == pytest.approx(accumulate * (each.first_gather + each.last_reduce))
+    assert exposed("fsdp2", units="blocks", no_sync=False) == pytest.approx(
+        accumulate * (each.first_gather + each.last_reduce)
+    )
 
 
 def test_hsdp_reduces_across_groups_as_often_as_within():
