@@ -59,23 +59,26 @@ def _ablation(case: Case, base: Case, one_card: Case | None) -> Ablation:
     extra = with_ms - without_ms if with_ms is not None and without_ms is not None else None
     expected = measured = None
     if case.first.variant == NO_SYNC_OFF:
-        expected = no_sync_factor(case.first.mode, case.first.accum, case.first.precision)
+        expected = no_sync_factor(
+            case.first.mode, case.first.accum, case.first.precision, case.first.record.get("units")
+        )
         if one_ms is not None and with_ms is not None and without_ms is not None and without_ms > one_ms:
             measured = (with_ms - one_ms) / (without_ms - one_ms)
     return Ablation(case, base, speed - 1 if speed is not None else None, extra, expected, measured)
 
 
-def no_sync_factor(mode: str, accumulate: int, precision: str) -> float | None:
+def no_sync_factor(mode: str, accumulate: int, precision: str, units: str | None = None) -> float | None:
     """Bytes per step when every micro-batch reduces, over the bytes when only the last one does.
 
-    DDP: accumulate (facts: "DDP without no_sync: A times that"). FSDP2 gathers weights of p bytes twice in every
-    micro-batch either way and only the reduction of g bytes is saved: A·(2p + g) / (A·2p + g). Under HSDP it depends on the
-    links: none.
+    DDP: accumulate (facts: "DDP without no_sync: A times that"). FSDP2 gathers weights of p bytes G times in a step either way,
+    twice in every micro-batch or, at once, once a step, and only reductions are saved: (G·p + A·g) / (G·p + 4), with gradients
+    of g bytes where they have not been added up: within a machine those that they were computed in. Under HSDP it depends on
+    the links: none.
     """
     if mode == "ddp":
         return float(accumulate)
     if mode == "fsdp2":
-        weight_bytes, gradient_bytes = (2, 4) if precision.startswith(("bf16", "16")) else (4, 4)
-        every = accumulate * (2 * weight_bytes + gradient_bytes)
-        return every / (accumulate * 2 * weight_bytes + gradient_bytes)
+        computed_bytes = 2 if precision.startswith(("bf16", "16")) else 4
+        gathered = (1 if units == "model" else 2 * accumulate) * computed_bytes
+        return (gathered + accumulate * computed_bytes) / (gathered + (4 if accumulate > 1 else computed_bytes))
     return None
