@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -57,10 +56,7 @@ def test_ranks_of_torchrun_name_a_run_by_when_that_started(monkeypatch: pytest.M
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert launched() < launched(), "alone: now"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
-    assert launched() == launched() < datetime.now()
-    code = "from lit_gpt_dist.runs import launched; print(launched())"
-    told = [subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) for _ in range(2)]
-    assert told[0] == told[1], "both were started by this process"
+    assert launched() == launched() < datetime.now(), "what started this process was there before"
 
 
 def test_a_resumed_run_keeps_its_global_batch_whatever_the_micro_batch_unless_another_is_given(
