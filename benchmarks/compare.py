@@ -29,11 +29,12 @@ from lit_gpt_dist.callbacks.progress import StepBar
 from lit_gpt_dist.callbacks.results import git_revision, versions
 from lit_gpt_dist.cli import guarded
 from lit_gpt_dist.errors import EXIT_OK, UserError
-from lit_gpt_dist.fit import TrainingCLI, quiet_libraries
+from lit_gpt_dist.fit import quiet_libraries
 from lit_gpt_dist.model.config import PRESETS
 from lit_gpt_dist.model.flops import flops_per_token, model_flops_utilization
 from lit_gpt_dist.planner.hardware import device_by_name
 from lit_gpt_dist.runs import run_rank
+from lit_gpt_dist.training_cli import TrainingCLI
 
 OTHERS = (BARE, EAGER, COMPILED, FABRIC)
 MEANING = {

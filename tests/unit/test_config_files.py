@@ -9,7 +9,6 @@ import torch
 import yaml
 from jsonargparse import Namespace
 
-from lit_gpt_dist import fit
 from lit_gpt_dist.data.corpus import load_corpus
 from lit_gpt_dist.data.windows import plan_batch, usual_micro
 from lit_gpt_dist.errors import UserError
@@ -19,6 +18,7 @@ from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.optim.config import LEARNING_RATES
 from lit_gpt_dist.parallel import HSDP, STRATEGIES
 from lit_gpt_dist.parallel.compile import Compile
+from lit_gpt_dist.training_cli import TrainingCLI
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = sorted(CONFIGS.glob("*.yaml"))
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
 OVERLAYS = sorted((CONFIGS / "strategy").glob("*.yaml"))
 
 
-class ParsedOnly(fit.TrainingCLI):
+class ParsedOnly(TrainingCLI):
     """The command line up to the point where something would be built."""
 
     def instantiate_classes(self) -> None:
