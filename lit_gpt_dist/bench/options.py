@@ -1,13 +1,14 @@
 """Options of `bench` from a YAML file and the command line, checked and typed. Runs nothing."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.planner.activations import Recompute
 
 
 def _numbers(kind: type) -> Callable[[str, Any], list]:
@@ -39,6 +40,16 @@ def _single(kind: type) -> Callable[[str, Any], Any]:
     return lambda name, value: None if value is None else _one(name, value, kind)
 
 
+def _choices(known: Sequence[str]) -> Callable[[str, Any], list[str]]:
+    def read(name: str, value: Any) -> list[str]:
+        found = _texts(name, value)
+        if wrong := [one for one in found if one not in known]:
+            raise UserError(f"{name} {wrong[0]} is not one of {', '.join(known)}")
+        return found
+
+    return read
+
+
 # name: (how it is read, default)
 OPTIONS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
     "sizes": (_texts, ["tiny"]),
@@ -47,7 +58,7 @@ OPTIONS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
     "micro": (_numbers(int), [16]),
     "accumulate": (_numbers(int), [1]),
     "precision": (_texts, [None]),
-    "recompute": (_texts, ["none"]),
+    "recompute": (_choices(get_args(Recompute)), ["none"]),
     "compile": (_texts, [None]),
     "bucket_cap_mb": (_numbers(float), [None]),
     "context": (_numbers(int), [None]),

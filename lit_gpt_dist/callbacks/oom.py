@@ -97,7 +97,7 @@ def remedies(trainer: Any, module: Any) -> list[str]:
             f"--data.micro_batch {half} --data.global_batch {plan.global_batch}: the same run in smaller pieces, accumulate "
             f"{plan.global_batch // (half * plan.ranks)}; costs a little speed"
         )
-    if module.recompute == "none":
+    if module.recompute == "none" and trainer.precision != "16-mixed":
         found.append("--model.recompute selective: what is cheap to compute is computed twice instead of kept")
     if module.recompute != "full":
         found.append("--model.recompute full: all activations are computed twice instead of kept; about +30% time")

@@ -6,6 +6,7 @@ meet weights of another. Weights stored in fp32 and activations in bf16 is what 
 Shapes: batch B, sequence T, width W, query heads H, key/value heads K, head width D = W / H, vocabulary V.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -132,12 +133,16 @@ class Block(nn.Module):
         how: dict[str, Any] = dict(use_reentrant=False)
         how["preserve_rng_state"] = self.dropout.p > 0  # without dropout nothing random is recomputed
         if self.recompute == "selective":
-            # a compiler leaves out by itself what backward does not need
-            keeps = keeps_all if torch.compiler.is_compiling() else keeps_all_but_last
-            if self.dropout.p > 0:
-                keeps = keeps_products
-            how["context_fn"] = partial(create_selective_checkpoint_contexts, keeps)
+            how["context_fn"] = partial(create_selective_checkpoint_contexts, self._keeps())
         return checkpoint(self.transform, x, phases, **how)
+
+    def _keeps(self) -> Callable[..., CheckpointPolicy]:
+        if self.dropout.p > 0:
+            return keeps_products
+        down = self.feed_forward.down
+        # a compiler leaves out by itself what backward does not need
+        told_apart = down.in_features > down.out_features and not torch.compiler.is_compiling()
+        return keeps_all_but_last if told_apart else keeps_all
 
     def transform(self, x: Tensor, phases: Phases | None, cache: LayerCache | None = None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), phases, cache))
@@ -159,7 +164,8 @@ def keeps_all(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkp
 
 
 def keeps_all_but_last(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Not the block's last product, whose result backward does not need: the only one to give less than it is given."""
+    """Not the block's last product, whose result backward does not need: the only one to give less than it is given, where the
+    feed-forward is wider than the model."""
     if operation in PRODUCTS and args[-1].size(0) > args[-1].size(1):  # its weights, transposed
         return CheckpointPolicy.PREFER_RECOMPUTE
     return keeps_all(context, operation)

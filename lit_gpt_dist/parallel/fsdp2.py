@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+# what a unit has until it is given another; it has no public name
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lit_gpt_dist.model.gpt import GPT
@@ -98,11 +101,12 @@ class NarrowReduceScatter:
         torch.mean(parts.view(group.size(), -1), dim=0, dtype=output_tensor.dtype, out=output_tensor)
 
 
-def send_gradients_in(model: GPT, dtype: torch.dtype) -> None:
-    """Sends gradients in ``dtype``, the type that backward leaves them in."""
+def send_gradients_in(model: GPT, dtype: torch.dtype | None) -> None:
+    """Sends gradients in ``dtype``, the type that backward leaves them in; None: as FSDP2 does, in the policy's."""
     for unit in (model, *model.blocks):
         if isinstance(unit, FSDPModule):
-            unit.set_custom_reduce_scatter(NarrowReduceScatter(dtype))  # type: ignore[arg-type]
+            comm = DefaultReduceScatter() if dtype is None else NarrowReduceScatter(dtype)
+            unit.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
 
 
 def assign_shard(parameter: Tensor, value: Tensor) -> None:

@@ -115,8 +115,9 @@ class FSDP2(MeshStrategy):
         self.accelerator.setup(trainer)
         self.model_to_device()  # what is not the GPT's: metrics
         if trainer.state.fn == TrainerFn.FITTING:
-            if self.sends_as_computed(trainer.datamodule.plan.accumulate):  # type: ignore[attr-defined]
-                fsdp2.send_gradients_in(self.lightning_module.model, self.compute_dtype)  # type: ignore[union-attr,arg-type]
+            # each time: a module may be fitted again, by another Trainer
+            narrow = self.sends_as_computed(trainer.datamodule.plan.accumulate)  # type: ignore[attr-defined]
+            fsdp2.send_gradients_in(self.lightning_module.model, self.compute_dtype if narrow else None)  # type: ignore[union-attr,arg-type]
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 

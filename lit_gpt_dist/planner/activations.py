@@ -99,7 +99,8 @@ def layer_kept_bytes(config: GPTConfig, context: int, width: Widths, flash: bool
     """Bytes per token that a block keeps from its forward to its backward, under recomputation.
 
     ``full``: its input. ``selective``: also queries, keys and values as one product left them, attention's output and log-sum-exp
-    (flash), and what `output`, up and gate left. With dropout not attention's, but what `down` left.
+    (flash), and what `output`, up and gate left. With dropout not attention's; with dropout, or where the feed-forward is not
+    wider than the model, also what `down` left.
     """
     if recompute == "none":
         return layer_saved_bytes(config, context, width, flash)
@@ -107,9 +108,8 @@ def layer_kept_bytes(config: GPTConfig, context: int, width: Widths, flash: bool
     if recompute == "full":
         return border
     products = config.width + 2 * config.kv_heads * config.head_width + config.width  # q, k, v; `output`
-    products += config.ff_width * (1 if config.activation == "gelu" else 2) + (
-        config.width if config.dropout > 0 else 0
-    )
+    products += config.ff_width * (1 if config.activation == "gelu" else 2)
+    products += config.width if config.dropout > 0 or config.ff_width <= config.width else 0
     attention = width.compute * config.width + FP32_BYTES * config.heads if flash and not config.dropout else 0
     return border + width.compute * products + attention
 

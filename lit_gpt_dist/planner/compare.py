@@ -4,10 +4,11 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import PRESETS, GPTConfig, preset
+from lit_gpt_dist.planner.activations import Recompute
 from lit_gpt_dist.planner.calibration import Calibration
 from lit_gpt_dist.planner.estimate import Estimate, estimate
 from lit_gpt_dist.planner.hardware import GIB, MIB, Link, device_by_name
@@ -127,7 +128,7 @@ def job_of(line: dict[str, Any], calibration: Calibration | None, link: Link) ->
         micro_batch=int(line["micro"]),
         precision=planned_precision(line),
         autocast=line.get("precision") == "16-mixed",
-        recompute=line.get("recompute") or "none",
+        recompute=planned_recompute(line),
         execution=execution_of(line),
         no_sync=line.get("no_sync") is not False,
         reshard_after_forward=line.get("reshard_after_forward") is not False,
@@ -144,6 +145,18 @@ def execution_of(line: dict[str, Any]) -> Execution:
     asked = re.search(r"--model\.compile[= ](\S+)", str(line.get("command") or ""))
     mode = str(line.get("compile") or (asked and asked[1]) or "none").lower()
     return "eager" if mode in ("none", "false", "auto") else "compiled"
+
+
+def planned_recompute(line: dict[str, Any]) -> Recompute:
+    """
+    Raises:
+        UserError: what is not one of the kinds that are planned.
+    """
+    name = str(line.get("recompute") or "none")
+    for known in get_args(Recompute):
+        if name == known:
+            return known
+    raise UserError(f"recompute {name} cannot be planned; {', '.join(get_args(Recompute))} can")
 
 
 def planned_precision(line: dict[str, Any]) -> Precision:

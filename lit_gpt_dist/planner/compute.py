@@ -91,12 +91,15 @@ def micro_seconds(
     tokens = batch * context
     compiled = execution != "eager"
     again = RECOMPUTE_FACTOR if recompute == "full" else 1.0
+    attention_again = RECOMPUTE_FACTOR if recompute == "selective" and config.dropout > 0 else again
     pointwise_again = RECOMPUTE_FACTOR if recompute != "none" else 1.0
     head = 6.0 * config.vocab_size * config.width
     flops = flops_per_token(config, context)
     products_again = 1 + products_recomputed(config) / 3 if recompute == "full" else 1.0
     products = tokens * ((flops.six_n - head) * products_again + head) / rates.matmul_at(config.width)
-    attention = tokens * (flops.half_attention - flops.six_n) * ATTENTION_REDONE * again / rates.attention_flops
+    attention = (
+        tokens * (flops.half_attention - flops.six_n) * ATTENTION_REDONE * attention_again / rates.attention_flops
+    )
     loss = config.vocab_size * (LOSS_TRAFFIC_COMPILED if compiled else LOSS_TRAFFIC_EAGER)
     pointwise = tokens * (config.layers * layer_traffic_bytes(config, width, compiled) * pointwise_again + loss)
     casts = (

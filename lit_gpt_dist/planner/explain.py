@@ -94,7 +94,8 @@ def activation_lines(job: Job, found: Estimate) -> list[str]:
         f"feed-forward {activations.feed_forward_saved_bytes(model, width):,.0f}",
     ]
     if job.recompute != "none":
-        what = "its input only" if job.recompute == "full" else "its input and what products and attention left"
+        left = "products" if model.dropout > 0 else "products and attention"
+        what = "its input only" if job.recompute == "full" else f"its input and what {left} left"
         lines.append(f"recomputed: a block keeps {what}, {kept:,.0f} bytes a token")
     ends = activations.ends_saved_bytes(model, width)
     lines.append(

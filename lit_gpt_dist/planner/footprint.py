@@ -118,7 +118,11 @@ def gradients_sent_bytes(job: Job, plan: Layout, accumulate: int, no_sync: bool)
     unless several micro-batches' have been added up."""
     inside = plan.strategy == "hsdp" or job.nodes == 1
     narrow = job.precision == "bf16-mixed" and inside and (accumulate == 1 or not no_sync)
-    return strategy_widths(job, plan).compute if narrow else FP32_BYTES
+    return (
+        strategy_widths(job, plan).compute
+        if narrow
+        else state_bytes_per_parameter(job.precision, job.optimizer).gradients
+    )
 
 
 def copy_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:

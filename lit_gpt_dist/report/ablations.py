@@ -59,26 +59,31 @@ def _ablation(case: Case, base: Case, one_card: Case | None) -> Ablation:
     extra = with_ms - without_ms if with_ms is not None and without_ms is not None else None
     expected = measured = None
     if case.first.variant == NO_SYNC_OFF:
-        expected = no_sync_factor(
-            case.first.mode, case.first.accum, case.first.precision, case.first.record.get("units")
-        )
+        record = case.first.record
+        once = record.get("units") == "model" or record.get("reshard_after_forward") is False
+        expected = no_sync_factor(case.first.mode, case.first.accum, case.first.precision, once)
         if one_ms is not None and with_ms is not None and without_ms is not None and without_ms > one_ms:
             measured = (with_ms - one_ms) / (without_ms - one_ms)
     return Ablation(case, base, speed - 1 if speed is not None else None, extra, expected, measured)
 
 
-def no_sync_factor(mode: str, accumulate: int, precision: str, units: str | None = None) -> float | None:
+def no_sync_factor(mode: str, accumulate: int, precision: str, gathers_once: bool = False) -> float | None:
     """Bytes per step when every micro-batch reduces, over the bytes when only the last one does.
 
     DDP: accumulate (facts: "DDP without no_sync: A times that"). FSDP2 gathers weights of p bytes G times in a step either way,
-    twice in every micro-batch or, at once, once a step, and only reductions are saved: (G·p + A·g) / (G·p + 4), with gradients
-    of g bytes where they have not been added up: within a machine those that they were computed in. Under HSDP it depends on
-    the links: none.
+    twice in every micro-batch or once a step, and only reductions are saved: (G·p + A·g) / (G·p + 4), with gradients of g bytes
+    where they have not been added up: those that they were computed in, as within a machine. Under HSDP it depends on the
+    links: none.
+
+    Args:
+        gathers_once: the model at once, or weights are kept for the step.
     """
     if mode == "ddp":
         return float(accumulate)
     if mode == "fsdp2":
         computed_bytes = 2 if precision.startswith(("bf16", "16")) else 4
-        gathered = (1 if units == "model" else 2 * accumulate) * computed_bytes
-        return (gathered + accumulate * computed_bytes) / (gathered + (4 if accumulate > 1 else computed_bytes))
+        gathered = (1 if gathers_once else 2 * accumulate) * computed_bytes
+        return (gathered + accumulate * computed_bytes) / (
+            gathered + (4 if accumulate > 1 and precision != "bf16-true" else computed_bytes)
+        )
     return None

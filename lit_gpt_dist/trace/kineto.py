@@ -25,6 +25,7 @@ KINDS = {
     "allgather": "all-gather",
     "reducescatter": "reduce-scatter",
     "alltoall": "all-to-all",
+    "sendrecv": "all-to-all",  # NCCL's kernel for one; in a replay its name is all there is
     "broadcast": "broadcast",
 }
 RANK = re.compile(r"rank-?_?(\d+)")

@@ -46,7 +46,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        extra = ", recomputed" if self.recompute == "full" else ""
+        extra = f", recompute {self.recompute}" if self.recompute != "none" else ""
         extra += "".join(f", {option} {value}" for option, value in self.strategy_options.items())
         return f"{self.strategy} {self.ranks}{extra}, micro {self.micro_batch}, {self.precision}"
 

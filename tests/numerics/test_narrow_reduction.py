@@ -1,13 +1,15 @@
 """Gradients that travel in bf16 and are added up in fp32: the sums of a reduction in fp32, from half the bytes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import on_ranks
-from helpers.training import Run, losses
+from helpers.training import Run, build, losses
 
+from lit_gpt_dist.callbacks.recorder import StepRecorder
 from lit_gpt_dist.parallel.fsdp2 import NarrowReduceScatter
 
 COUNT = 1000  # of values on each rank, which each rank ends with a part of
@@ -70,3 +72,22 @@ def test_a_curve_is_the_same_whether_gradients_travel_in_bf16_or_fp32(units: str
     narrow = on_ranks(2, losses, one.on("fsdp2", 2, strategy_options=dict(units=units)))[0]
     wide = on_ranks(2, losses, one.on("ddp", 2))[0]
     assert narrow == wide
+
+
+def fitted_again(runs: list[Run]) -> list[list[float]]:
+    """Losses of one module that each run's Trainer fits in turn."""
+    found, module = [], None
+    for run in runs:
+        recorder = StepRecorder()
+        trainer, built, data = build(run, recorder)
+        module = module or built
+        trainer.fit(module, datamodule=data)
+        found.append(recorder.losses)
+    return found
+
+
+def test_a_module_fitted_again_sends_what_was_added_up_in_fp32() -> None:
+    straight = Run(steps=3, precision="bf16-mixed", micro_batch=8).on("fsdp2", 2)
+    runs = [straight, replace(straight, micro_batch=2)]
+    wide = [replace(run, strategy="ddp") for run in runs]
+    assert on_ranks(2, fitted_again, runs)[0] == on_ranks(2, fitted_again, wide)[0]

@@ -235,7 +235,7 @@ def test_monitor_options_are_checked() -> None:
 
 def test_remedies_for_missing_memory_come_cheapest_first_and_leave_out_what_is_in_use() -> None:
     plan = SimpleNamespace(micro_batch=8, global_batch=32, ranks=2)
-    trainer = SimpleNamespace(datamodule=SimpleNamespace(plan=plan), strategy=DDP())
+    trainer = SimpleNamespace(datamodule=SimpleNamespace(plan=plan), strategy=DDP(), precision="bf16-mixed")
     module = SimpleNamespace(recompute="none", device=torch.device("cpu"), config=SimpleNamespace(context=64))
     found = remedies(trainer, module)
     asked = [
@@ -246,6 +246,8 @@ def test_remedies_for_missing_memory_come_cheapest_first_and_leave_out_what_is_i
     ]
     assert [" ".join(text.split()[:2]) for text in found[:4]] == asked
     assert "accumulate 4" in found[0]
+    trainer.precision = "16-mixed"
+    assert not any("selective" in text for text in remedies(trainer, module)), "it would be refused"
     trainer.strategy, module.recompute = FSDP2(), "full"
     assert not any("--trainer.strategy" in text or "--model.recompute" in text for text in remedies(trainer, module))
     trainer.strategy = FSDP2(units="model")

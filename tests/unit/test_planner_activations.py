@@ -152,6 +152,7 @@ def peak_of_a_step(config: GPTConfig, micro: int, accumulate: int, precision: st
 
 WIDE = GPTConfig(layers=3, heads=2, width=64, context=32, vocab_size=128)
 MANY_LOGITS = GPTConfig(layers=2, heads=2, width=32, context=32, vocab_size=1024)
+NARROW = GPTConfig(layers=6, heads=2, width=64, ff_width=64, context=32, vocab_size=128)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -166,6 +167,12 @@ def test_the_peak_of_a_whole_step_is_predicted(config, micro, accumulate, precis
               precision="32-true" if precision == "32-true" else "bf16-mixed", autocast=precision == "autocast",
               recompute=recompute)  # fmt: skip
     measured = peak_of_a_step(config, micro, accumulate, precision, recompute)
+    assert estimate(job, "single").peak_bytes == pytest.approx(measured, rel=0.05)
+
+
+def test_the_peak_with_a_narrow_feed_forward_is_predicted_under_selective_recomputation():
+    job = Job(NARROW, Device("any", workspace_bytes=0), global_batch=16, micro_batch=16, recompute="selective")
+    measured = peak_of_a_step(NARROW, 16, 1, "bf16-mixed", "selective")
     assert estimate(job, "single").peak_bytes == pytest.approx(measured, rel=0.05)
 
 

@@ -183,11 +183,13 @@ def test_compare_says_why_a_line_cannot_be_compared(capsys, tmp_path):
         result_line(mode="other"),
         result_line(status="oom"),
         result_line(precision="64-true"),
+        result_line(recompute="half"),
         result_line(mem_gib=None, step_ms=None),
     )
-    assert [bool(one["why"]) for one in found] == [True] * 4
-    assert "mem_gib" in found[3]["why"]
-    assert found[3]["memory_gib"] is None
+    assert [bool(one["why"]) for one in found] == [True] * 5
+    assert found[3]["why"] == "recompute half cannot be planned; none, selective, full can"
+    assert "mem_gib" in found[4]["why"]
+    assert found[4]["memory_gib"] is None
 
 
 def test_compare_says_in_one_line_why_runs_on_a_cpu_have_no_figures(capsys, tmp_path):

@@ -134,6 +134,9 @@ def test_gradients_are_sent_in_16_bits_within_a_machine_unless_they_were_added_u
     assert sent_bytes(several, plan, 2, True) == pytest.approx(share * (2 * 2 * 2 + 4))
     assert sent_bytes(several, plan, 2, False) == pytest.approx(share * 2 * (2 * 2 + 2))
     assert sent_bytes(job(precision="32-true", units="blocks"), plan, 1, True) == pytest.approx(share * (2 * 4 + 4))
+    assert sent_bytes(job(precision="bf16-true", units="blocks"), plan, 2, True) == pytest.approx(
+        share * (2 * 2 * 2 + 2)
+    )
     assert sent_bytes(job(nodes=2, node_link=PCIE, units="blocks"), plan, 1, True) == pytest.approx(share * (2 * 2 + 4))
     (formula, *_) = explain(straight, estimate(straight, "fsdp2"), "sent")[1:]
     assert "2 bytes × 1 reductions" in formula

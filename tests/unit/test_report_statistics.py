@@ -112,7 +112,7 @@ def test_no_sync_factors_are_those_of_the_formulas():
     assert no_sync_factor("fsdp2", 4, "32-true") == pytest.approx(48 / 36)
     # gradients of one micro-batch are sent in the 2 bytes they were computed in
     assert no_sync_factor("fsdp2", 4, "bf16-mixed") == pytest.approx(4 * (2 * 2 + 2) / (4 * 2 * 2 + 4))
-    assert no_sync_factor("fsdp2", 4, "bf16-mixed", "model") == pytest.approx((2 + 4 * 2) / (2 + 4))
+    assert no_sync_factor("fsdp2", 4, "bf16-mixed", gathers_once=True) == pytest.approx((2 + 4 * 2) / (2 + 4))
     assert no_sync_factor("fsdp2", 1, "bf16-mixed") == 1
     assert no_sync_factor("single", 4, "32-true") is None
 

@@ -76,6 +76,18 @@ def test_a_generic_kernel_is_told_by_its_arguments() -> None:
     assert report.buckets == 1
 
 
+def test_an_all_to_all_in_a_replay_is_told_by_its_kernel() -> None:
+    """It reduces gradients under fsdp2; a replay has no arguments of it."""
+    events = [
+        step(1, 0, 100),
+        span("gemm", 0, 90),
+        span("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 90, 100),
+    ]
+    report = analyse(kineto.parse(events, 0))
+    assert list(report.kinds) == ["all-to-all"]
+    assert report.buckets == 1
+
+
 def test_a_trace_without_overlap_is_recognised() -> None:
     events = [step(1, 0, 100), span("gemm", 0, 60), nccl("AllReduce", 60, 100)]
     lines = verdict([analyse(kineto.parse(events, 0))])
