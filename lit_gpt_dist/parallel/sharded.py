@@ -29,9 +29,8 @@ class FSDP2(MeshStrategy):
         no_sync: reduce once per step; False reduces after every micro-batch (to measure what that costs).
         timeout_seconds: a collective that takes longer ends the run.
         units: what is gathered at a time: blocks, each beside the computation of another; or the model at once, before the
-            step's first forward, which is then compiled as a whole. auto: the model where its weights take at most a
-            32nd of a card's memory
-            and NVLink joins every two of the cards that this process sees.
+            step's first forward, which is then compiled as a whole. auto: the model where its weights take at most a 32nd of
+            a card's memory and NVLink joins every two of the cards that this process sees.
 
     Attributes:
         units: what ``auto`` came to, once the model is built.

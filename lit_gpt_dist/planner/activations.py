@@ -30,9 +30,8 @@ from typing import Literal, NamedTuple
 
 from lit_gpt_dist.model.config import GPTConfig
 
-Recompute = Literal[
-    "none", "selective", "full"
-]  # parallel/recompute.py, which planning does not import: it needs torch
+# as in parallel/recompute.py, which planning does not import, since it needs torch
+Recompute = Literal["none", "selective", "full"]
 
 FP32_BYTES = 4
 TOKEN_BYTES = 16  # a token and its target, 64-bit integers
