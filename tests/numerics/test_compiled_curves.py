@@ -94,7 +94,7 @@ def test_in_bf16_weights_gathered_in_bf16_give_the_curve_of_weights_rounded_on_t
 def test_selective_recomputation_keeps_what_is_planned_in_a_compiled_model_too() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    config = GPTConfig(layers=2, heads=2, width=64, context=64, vocab_size=8)
+    config = GPTConfig(layers=1, heads=2, width=64, context=64, vocab_size=8)
     model = GPT(config)
     model.compute_dtype = torch.bfloat16
     initialize(model, 0, lambda parameter, value: parameter.data.copy_(value))
