@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 
 from lit_gpt_dist.checkpoint.initial import load_weights, shape_of_weights
 from lit_gpt_dist.errors import UserError
-from lit_gpt_dist.model.config import PRESETS, Activation, GPTConfig, Norm, Positions, preset
+from lit_gpt_dist.model.config import PRESETS, Activation, GPTConfig, Norm, Positions, Recompute, preset
 from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.optim.config import FINE_TUNING_RATE, LEARNING_RATES, OptimConfig
 from lit_gpt_dist.optim.groups import make_adamw
@@ -29,7 +29,7 @@ from lit_gpt_dist.parallel.clip import (
 )
 from lit_gpt_dist.parallel.compile import Compile, compile_model, eagerly, one_kernel, resolve_compile
 from lit_gpt_dist.parallel.graph import decide_graph, recording
-from lit_gpt_dist.parallel.recompute import Recompute, check_recompute, set_recompute
+from lit_gpt_dist.parallel.recompute import check_recompute, set_recompute
 from lit_gpt_dist.recorded import RecordedSteps, mean_loss, step_results
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import yaml
 
 from lit_gpt_dist.errors import UserError
-from lit_gpt_dist.planner.activations import Recompute
+from lit_gpt_dist.model.config import Recompute
 
 
 def _numbers(kind: type) -> Callable[[str, Any], list]:

@@ -9,6 +9,7 @@ from lit_gpt_dist.errors import UserError
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["learned", "rope"]
 Activation = Literal["gelu", "swiglu"]
+Recompute = Literal["none", "selective", "full"]  # what of a block is computed again in backward: model/gpt.py, Block
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lit_gpt_dist.model.gpt import GPT
 
-AT_ONCE_SHARE = (
-    1 / 32
-)  # of a card's memory, a choice: what it takes more is hardly missed, and steps are up to 5% faster
+# Of a card's memory; a choice: what gathering at once takes more is hardly missed, and steps are up to 5% faster
+AT_ONCE_SHARE = 1 / 32
 
 
 def precision_policy(precision: str) -> MixedPrecisionPolicy:

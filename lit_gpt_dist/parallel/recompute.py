@@ -1,11 +1,8 @@
 """Activation recomputation (Chen et al. 2016): which parts of the model compute their activations twice."""
 
-from typing import Literal
-
 from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.model.config import Recompute
 from lit_gpt_dist.model.gpt import GPT
-
-Recompute = Literal["none", "selective", "full"]
 
 
 def check_recompute(mode: Recompute, precision: str) -> None:

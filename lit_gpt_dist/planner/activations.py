@@ -26,12 +26,9 @@ and hands bf16 copies to the linear layers (e = 2): 36·h. fp32: r = e = 4. The 
 counted with the weights.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from lit_gpt_dist.model.config import GPTConfig
-
-# as in parallel/recompute.py, which planning does not import, since it needs torch
-Recompute = Literal["none", "selective", "full"]
+from lit_gpt_dist.model.config import GPTConfig, Recompute
 
 FP32_BYTES = 4
 TOKEN_BYTES = 16  # a token and its target, 64-bit integers
@@ -113,14 +110,10 @@ def layer_kept_bytes(config: GPTConfig, context: int, width: Widths, flash: bool
     return border + width.compute * products + attention
 
 
-def layer_computed_again_bytes(
-    config: GPTConfig, context: int, width: Widths, flash: bool, recompute: Recompute
-) -> float:
-    """Bytes per token that a block has besides while backward is at it. Under ``full`` all of it: its input is there twice."""
-    if recompute == "none":
-        return 0.0
-    kept = layer_kept_bytes(config, context, width, flash, recompute) if recompute == "selective" else 0.0
-    return layer_saved_bytes(config, context, width, flash) - kept
+def computed_again_bytes(layer: float, kept: float, recompute: Recompute) -> float:
+    """Bytes that a block has besides what it ``kept`` while backward is at it, of ``layer`` without recomputation. Under ``full``
+    all of it: its input is there twice."""
+    return {"none": 0.0, "selective": layer - kept, "full": layer}[recompute]
 
 
 def saved_bytes(

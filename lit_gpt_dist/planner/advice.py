@@ -7,7 +7,7 @@ node → pipeline across nodes. Each step costs more communication or more code 
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from lit_gpt_dist.planner.activations import Recompute
+from lit_gpt_dist.model.config import Recompute
 from lit_gpt_dist.planner.estimate import Estimate, estimate
 from lit_gpt_dist.planner.hardware import GIB
 from lit_gpt_dist.planner.job import Job

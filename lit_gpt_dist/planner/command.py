@@ -8,6 +8,7 @@ from typing import Any, get_args
 from rich.console import Console
 
 from lit_gpt_dist.errors import EXIT_OK, UserError
+from lit_gpt_dist.model.config import Recompute
 from lit_gpt_dist.planner import activations, render, running
 from lit_gpt_dist.planner.advice import Advice, Faster, advise
 from lit_gpt_dist.planner.calibration import find, to_json
@@ -94,10 +95,13 @@ def activation_choices(job: Job) -> list[tuple[str, list[float]]]:
     rows = []
     for name, flash in (("flash", True), ("not flash", False)):
         found = []
-        for recompute in get_args(activations.Recompute):
-            again = activations.layer_computed_again_bytes(job.model, job.context, width, flash, recompute)
-            kept = activations.saved_bytes(job.model, job.micro_batch, job.context, width, flash, recompute)
-            found.append(kept + job.micro_batch * job.context * again)
+        for recompute in get_args(Recompute):
+            layer = activations.layer_saved_bytes(job.model, job.context, width, flash)
+            kept = activations.layer_kept_bytes(job.model, job.context, width, flash, recompute)
+            again = job.micro_batch * job.context * activations.computed_again_bytes(layer, kept, recompute)
+            found.append(
+                again + activations.saved_bytes(job.model, job.micro_batch, job.context, width, flash, recompute)
+            )
         rows.append((name, found))
     return rows
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lit_gpt_dist.errors import UserError
-from lit_gpt_dist.model.config import PRESETS, GPTConfig, preset
-from lit_gpt_dist.planner.activations import Recompute
+from lit_gpt_dist.model.config import PRESETS, GPTConfig, Recompute, preset
 from lit_gpt_dist.planner.calibration import Calibration
 from lit_gpt_dist.planner.estimate import Estimate, estimate
 from lit_gpt_dist.planner.hardware import GIB, MIB, Link, device_by_name

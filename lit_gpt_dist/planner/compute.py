@@ -10,9 +10,9 @@ Two ways, named in every result:
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lit_gpt_dist.model.config import GPTConfig
+from lit_gpt_dist.model.config import GPTConfig, Recompute
 from lit_gpt_dist.model.flops import flops_per_token
-from lit_gpt_dist.planner.activations import Recompute, Widths
+from lit_gpt_dist.planner.activations import Widths
 
 RECOMPUTE_FACTOR = (
     4 / 3

@@ -139,9 +139,9 @@ def sent(job: Job, found: Estimate) -> list[str]:
         if gathers_per_step(job, found.layout, found.accumulate) == 1:
             gathers = f"1 gather × {width} bytes"
         reductions = 1 if job.no_sync else found.accumulate
-        sent = gradients_sent_bytes(job, found.layout, found.accumulate, job.no_sync)
+        reduced = gradients_sent_bytes(job, found.layout, found.accumulate, job.no_sync)
         formula = (
-            f"({shards} − 1)/{shards} × {parameters:,.0f} × ({gathers} + {sent:g} bytes × {reductions} reductions)"
+            f"({shards} − 1)/{shards} × {parameters:,.0f} × ({gathers} + {reduced:g} bytes × {reductions} reductions)"
         )
         if (groups := ranks // shards) > 1:
             formula += f" + 2·({groups} − 1)/{groups} × {parameters / shards:,.0f} × {gradient:g} bytes × {reductions} across groups"

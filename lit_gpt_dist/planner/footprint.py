@@ -18,8 +18,8 @@ from lit_gpt_dist.planner.activations import (
     FP32_BYTES,
     TOKEN_BYTES,
     Widths,
+    computed_again_bytes,
     ends_saved_bytes,
-    layer_computed_again_bytes,
     layer_kept_bytes,
     layer_saved_bytes,
     logit_bytes,
@@ -104,25 +104,24 @@ def gradient_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> floa
     return width * head if moment == "backward" and plan.stages == 1 else 0.0
 
 
+def shards_within_node(job: Job, plan: Layout) -> bool:
+    return plan.strategy == "hsdp" or job.nodes == 1
+
+
 def gathers_at_once(job: Job, plan: Layout) -> bool:
     """Whether a sharded strategy gathers the whole model at once, as ``parallel/sharded.py`` decides."""
     if plan.strategy not in SHARDED or job.units != "auto":
         return plan.strategy in SHARDED and job.units == "model"
-    inside = plan.strategy == "hsdp" or job.nodes == 1
     size = strategy_widths(job, plan).compute * job.model.parameters()
-    return inside and job.link.is_fast and size <= AT_ONCE_SHARE * (job.device.memory_bytes or 0)
+    return shards_within_node(job, plan) and job.link.is_fast and size <= AT_ONCE_SHARE * (job.device.memory_bytes or 0)
 
 
 def gradients_sent_bytes(job: Job, plan: Layout, accumulate: int, no_sync: bool) -> float:
     """Bytes a gradient in a reduction over shards: fp32's, or those it was computed in (``parallel/fsdp2.py``) within a machine,
     unless several micro-batches' have been added up."""
-    inside = plan.strategy == "hsdp" or job.nodes == 1
-    narrow = job.precision == "bf16-mixed" and inside and (accumulate == 1 or not no_sync)
-    return (
-        strategy_widths(job, plan).compute
-        if narrow
-        else state_bytes_per_parameter(job.precision, job.optimizer).gradients
-    )
+    if job.precision == "bf16-mixed" and shards_within_node(job, plan) and (accumulate == 1 or not no_sync):
+        return strategy_widths(job, plan).compute
+    return state_bytes_per_parameter(job.precision, job.optimizer).gradients
 
 
 def copy_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
@@ -154,22 +153,24 @@ def copy_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
 def activation_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> float:
     model, tokens, width = job.model, job.micro_batch * job.context, strategy_widths(job, plan)
     layer = tokens * layer_saved_bytes(model, job.context, width, job.flash)
+    kept = tokens * layer_kept_bytes(model, job.context, width, job.flash, job.recompute)
     if plan.tensor > 1:
-        # Korthikanti et al. 2022: the norms' inputs and outputs stay whole on every rank, the rest is divided
-        replicated = tokens * 2 * (width.residual + width.compute) * model.width
-        layer = replicated + (layer - replicated) / plan.tensor
+        # Korthikanti et al. 2022: the norms' inputs and outputs stay whole on every rank, the rest is divided. Of what selective
+        # recomputation keeps the block's input and what `output` left are whole, of full's all.
+        norm = tokens * (width.residual + width.compute) * model.width  # its input and output
+        layer = 2 * norm + (layer - 2 * norm) / plan.tensor
+        whole = {"none": 2.0 * norm, "selective": norm, "full": kept}[job.recompute]
+        kept = whole + (kept - whole) / plan.tensor
     passing = tokens * passing_bytes(model, width) / plan.tensor
     if moment == "end":  # the first block's activations make room for its own gradients
         gradients = state_bytes_per_parameter(job.precision, job.optimizer).gradients
         return max(0.0, layer + passing - gradients * block_parameters(model) / plan.gradient_shards)
-    kept = tokens * layer_kept_bytes(model, job.context, width, job.flash, job.recompute)
     blocks = model.layers
     if plan.stages > 1:  # one forward, one backward: the first stage holds as many as there are stages (Narayanan 2019)
         blocks = min(plan.stages, accumulate) * -(-model.layers // plan.stages)
     if moment == "loss":
         return blocks * kept + tokens * ends_saved_bytes(model, width)
-    whole_again = tokens * layer_computed_again_bytes(model, job.context, width, job.flash, job.recompute)
-    return blocks * kept + whole_again + passing + tokens * TOKEN_BYTES
+    return blocks * kept + computed_again_bytes(layer, kept, job.recompute) + passing + tokens * TOKEN_BYTES
 
 
 def passing_bytes(config: GPTConfig, width: Widths) -> float:

@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lit_gpt_dist.errors import UserError
-from lit_gpt_dist.model.config import GPTConfig
-from lit_gpt_dist.planner.activations import Recompute
+from lit_gpt_dist.model.config import GPTConfig, Recompute
 from lit_gpt_dist.planner.calibration import Calibration
 from lit_gpt_dist.planner.compute import Rates
 from lit_gpt_dist.planner.hardware import GIB, UNKNOWN_LINK, Device, Link

@@ -9,9 +9,8 @@ from typing import get_args
 
 from lit_gpt_dist.arguments import ToolParser
 from lit_gpt_dist.errors import UserError
-from lit_gpt_dist.model.config import PRESETS, preset
+from lit_gpt_dist.model.config import PRESETS, Recompute, preset
 from lit_gpt_dist.planner import calibration as calibrations
-from lit_gpt_dist.planner.activations import Recompute
 from lit_gpt_dist.planner.calibration import Calibration
 from lit_gpt_dist.planner.explain import FIGURES
 from lit_gpt_dist.planner.hardware import DEVICES, GIB, UNKNOWN_LINK, Device, Link, device_by_name, link_by_name

@@ -6,6 +6,7 @@ import pytest
 
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import preset
+from lit_gpt_dist.planner.activations import ends_saved_bytes, widths
 from lit_gpt_dist.planner.advice import advise
 from lit_gpt_dist.planner.estimate import estimate, micro_compute_seconds
 from lit_gpt_dist.planner.explain import FIGURES, explain
@@ -292,6 +293,16 @@ def test_a_later_strategy_that_is_clearly_faster_is_said_with_both_times():
 def test_nothing_is_said_of_strategies_that_are_hardly_faster_or_of_steps_too_short_to_plan():
     assert advise(job()).faster is None
     assert advise(replace(job(global_batch=128), model=preset("baby"))).faster is None
+
+
+def test_tensor_parallel_divides_activations_but_for_those_that_stay_whole():
+    tokens = 16 * 1024
+    for recompute, whole_values in (("none", 4), ("selective", 2), ("full", 1)):  # bf16 values of the width, a token
+        asked = job(recompute=recompute)
+        alone, divided = (moment_bytes(asked, layout(asked, name), 1, "loss")["activations"] for name in ("ddp", "tp"))
+        whole = asked.model.layers * tokens * whole_values * 2 * asked.model.width
+        ends = tokens * ends_saved_bytes(asked.model, widths("bf16-mixed"))
+        assert divided - ends == pytest.approx(whole + (alone - ends - whole) / 8)
 
 
 def test_a_strategy_that_fit_does_not_run_is_never_recommended():
