@@ -38,16 +38,16 @@ def _without_switch(run: Run) -> tuple:
 
 
 def _switched_field(case: Case, plain: dict[tuple, Case]) -> Case | None:
-    """The base of a variant whose switch is itself a field (precision, recompute, compile): what is left must be equal."""
+    """The base of a variant whose switch is itself a field (precision, recompute, compile): what it does not name must be equal."""
     run = case.first
     rest = (*model(run), run.device, run.mode, run.world, run.micro, run.accum)
     for base in plain.values():
         other = base.first
         if rest == (*model(other), other.device, other.mode, other.world, other.micro, other.accum):
-            same = (
-                (run.precision == other.precision) + (run.recompute == other.recompute) + (run.compile == other.compile)
-            )
-            if same >= 2:  # one switch at a time
+            # one switch at a time, and the one that the variant names; units bring how the model is compiled with them
+            named = run.variant.replace("units", "compile")
+            differing = [f for f in ("precision", "recompute", "compile") if getattr(run, f) != getattr(other, f)]
+            if len(differing) <= 1 and all(field in named for field in differing):
                 return base
     return None
 

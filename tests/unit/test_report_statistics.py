@@ -117,6 +117,16 @@ def test_no_sync_factors_are_those_of_the_formulas():
     assert no_sync_factor("single", 4, "32-true") is None
 
 
+def test_a_switch_is_held_against_what_differs_in_nothing_else():
+    """Units bring another way of compiling with them; a recomputed run that is compiled the same way is not the base."""
+    whole = run("fsdp2", 2, tok_s=100.0, compile="model", record=dict(units="model"))
+    recomputed = run("fsdp2", 2, tok_s=70.0, compile="blocks", recompute="full")
+    blocks = run("fsdp2", 2, tok_s=95.0, compile="blocks", variant="units blocks")
+    cases = group_cases([recomputed, whole, blocks])
+    (ablation,) = ablations(cases, Bases(cases))
+    assert ablation.change == pytest.approx(-0.05)
+
+
 def test_the_no_sync_ablation_is_measured_beyond_the_one_card_step():
     one, ddp = run(accum=4, tok_s=64_000.0), run("ddp", 2, accum=4, tok_s=102_400.0)
     switched = run("ddp", 2, accum=4, tok_s=64_000.0, variant="no_sync off")
