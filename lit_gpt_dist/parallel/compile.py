@@ -53,10 +53,10 @@ def compile_model(model: GPT, mode: Literal["none", "blocks", "model"]) -> None:
 
 
 def one_kernel(function: Callable[..., Any], mode: str, device: torch.device) -> Callable[..., Any]:
-    """``function`` of a few scalars on ``device``, compiled where the model is, on a GPU.
+    """``function`` of tensors on ``device``, compiled where the model is, on a GPU.
 
-    There every operation is a kernel, which takes some two microseconds to start and nothing to run: a step of a small model
-    has hundreds, and a dozen less are one percent of it.
+    There every operation is a kernel. For scalars it takes some two microseconds to start and nothing to run: a step of a small
+    model has hundreds, and a dozen less are one percent of it.
     """
     return torch.compile(function, dynamic=False) if mode != "none" and device.type == "cuda" else function
 

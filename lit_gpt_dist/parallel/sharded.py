@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +14,7 @@ from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.model.init import initialize
 from lit_gpt_dist.parallel import fsdp2
+from lit_gpt_dist.parallel.compile import one_kernel
 from lit_gpt_dist.parallel.strategies import MeshStrategy
 
 Units = Literal["auto", "blocks", "model"]
@@ -115,8 +116,10 @@ class FSDP2(MeshStrategy):
         self.model_to_device()  # what is not the GPT's: metrics
         if trainer.state.fn == TrainerFn.FITTING:
             # each time: a module may be fitted again, by another Trainer
+            module: Any = self.lightning_module
             narrow = self.sends_as_computed(trainer.datamodule.plan.accumulate)  # type: ignore[attr-defined]
-            fsdp2.send_gradients_in(self.lightning_module.model, self.compute_dtype if narrow else None)  # type: ignore[union-attr,arg-type]
+            average = one_kernel(fsdp2.mean_of_ranks, module.compiled, self.root_device)
+            fsdp2.send_gradients_in(module.model, self.compute_dtype if narrow else None, average)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 

@@ -10,7 +10,7 @@ from helpers.ranks import on_ranks
 from helpers.training import Run, build, losses
 
 from lit_gpt_dist.callbacks.recorder import StepRecorder
-from lit_gpt_dist.parallel.fsdp2 import NarrowReduceScatter
+from lit_gpt_dist.parallel.fsdp2 import NarrowReduceScatter, mean_of_ranks
 
 COUNT = 1000  # of values on each rank, which each rank ends with a part of
 
@@ -35,7 +35,7 @@ def reduce(comm: Any) -> torch.Tensor:
 
 
 def twice(_: None) -> list[torch.Tensor]:
-    comm = NarrowReduceScatter(torch.bfloat16)
+    comm = NarrowReduceScatter(torch.bfloat16, mean_of_ranks)
     return [reduce(comm), reduce(comm)]  # the second asks for its input again
 
 
@@ -53,8 +53,16 @@ def test_each_rank_gets_the_mean_of_its_part_added_up_in_fp32(ranks: int) -> Non
             assert torch.equal(one, expected[rank])
 
 
+def test_the_mean_is_the_same_compiled() -> None:
+    parts = torch.stack([gradients(rank) for rank in range(4)])
+    plain, compiled = torch.empty(COUNT), torch.empty(COUNT)
+    mean_of_ranks(parts, plain)
+    torch.compile(mean_of_ranks, dynamic=False)(parts, compiled)
+    assert torch.equal(compiled, plain)
+
+
 def refused(_: None) -> str:
-    comm = NarrowReduceScatter(torch.bfloat16)
+    comm = NarrowReduceScatter(torch.bfloat16, mean_of_ranks)
     tensor = torch.zeros(2, dtype=torch.bfloat16)
     with pytest.raises(AssertionError, match="sums would be wrong"):
         comm(output_tensor=tensor[:1].float(), input_tensor=tensor, group=dist.group.WORLD, op=dist.ReduceOp.SUM)
