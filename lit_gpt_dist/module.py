@@ -235,7 +235,7 @@ class GPTModule(RecordedSteps):
         self._clear_gradients(len(windows))
         losses = self._accumulate(windows)
         loss = self._micro_loss(windows, len(windows) - 1)
-        (loss / len(windows)).backward()
+        self.backward(loss / len(windows))
         self.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         optimizer.step()
         assert self.gradient_norm is not None
@@ -284,6 +284,11 @@ class GPTModule(RecordedSteps):
         super()._before_recorded_step()
         if self.config.dropout > 0:
             self._seed_dropout(0, 1)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Within Lightning's own, so that ``on_after_backward`` finds gradients as the strategy leaves them."""
+        loss.backward(*args, **kwargs)
+        self.trainer.strategy.after_backward()  # type: ignore[attr-defined]
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Lightning would zero between ``training_step`` and its backward, and lose all micro-batches but the last."""

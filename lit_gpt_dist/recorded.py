@@ -14,8 +14,6 @@ from torch import Tensor
 
 from lit_gpt_dist.parallel.clip import forget_scale
 from lit_gpt_dist.parallel.graph import (
-    DDP_WARMUP_STEPS,
-    WARMUP_STEPS,
     StepGraph,
     make_capturable,
     on_side_stream,
@@ -75,8 +73,7 @@ class RecordedSteps(pl.LightningModule):
         """Some steps one by one from here on, then a new recording: also after a rollback, for what was recorded reads the
         moments and the rate where they lay before."""
         self.step_graph = None
-        warmup = DDP_WARMUP_STEPS if self.trainer.strategy.name == "ddp" else WARMUP_STEPS  # type: ignore[attr-defined]
-        self._graph_from = self.trainer.global_step + warmup
+        self._graph_from = self.trainer.global_step + self.trainer.strategy.warmup_steps  # type: ignore[attr-defined]
         if self.graph_wanted:
             make_capturable(self.trainer.optimizers[0], self.device)
 

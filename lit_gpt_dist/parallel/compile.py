@@ -52,13 +52,18 @@ def compile_model(model: GPT, mode: Literal["none", "blocks", "model"]) -> None:
         model.readout = torch.compile(model.readout, **how)  # type: ignore[method-assign]
 
 
-def one_kernel(function: Callable[..., Any], mode: str, device: torch.device) -> Callable[..., Any]:
+def one_kernel(
+    function: Callable[..., Any], mode: str, device: torch.device, dynamic: bool = False
+) -> Callable[..., Any]:
     """``function`` of tensors on ``device``, compiled where the model is, on a GPU.
 
     There every operation is a kernel. For scalars it takes some two microseconds to start and nothing to run: a step of a small
     model has hundreds, and a dozen less are one percent of it.
+
+    Args:
+        dynamic: for more sizes than the compiler would make kernels for.
     """
-    return torch.compile(function, dynamic=False) if mode != "none" and device.type == "cuda" else function
+    return torch.compile(function, dynamic=dynamic) if mode != "none" and device.type == "cuda" else function
 
 
 def eagerly() -> AbstractContextManager:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lit_gpt_dist.model.gpt import GPT
+from lit_gpt_dist.parallel.averaging import mean_of_ranks
 
 # Of a card's memory; a choice: what gathering at once takes more is hardly missed, and steps are up to 5% faster
 AT_ONCE_SHARE = 1 / 32
@@ -100,12 +101,6 @@ class NarrowReduceScatter:
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         self.average(parts.view(group.size(), -1), output_tensor)
-
-
-def mean_of_ranks(parts: Tensor, mean: Tensor) -> None:
-    """Over the rows of ``parts`` (ranks, n), in the type of ``mean`` (n,). A kernel of PyTorch's own takes twice as long for so
-    few rows as one that is compiled."""
-    mean.copy_(parts.mean(dim=0, dtype=mean.dtype))
 
 
 def send_gradients_in(

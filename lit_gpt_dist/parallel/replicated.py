@@ -9,8 +9,11 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lit_gpt_dist.doctor.devices import joined_by_nvlink
 from lit_gpt_dist.errors import UserError
-from lit_gpt_dist.parallel.graph import on_side_stream
+from lit_gpt_dist.parallel.averaging import average_gradients, exchange_gradients, mean_of_ranks
+from lit_gpt_dist.parallel.compile import one_kernel
+from lit_gpt_dist.parallel.graph import DDP_WARMUP_STEPS, WARMUP_STEPS, on_side_stream
 from lit_gpt_dist.parallel.strategies import MeshStrategy
 
 MIB = 2**20
@@ -19,9 +22,12 @@ WATCHDOG_SECONDS = 0.25  # more than two looks of NCCL's watchdog
 
 
 class DDP(MeshStrategy):
-    """Every rank holds the whole model; gradients are averaged in buckets while backward runs (Li et al. 2020).
+    """Every rank holds the whole model; gradients are averaged in buckets while backward runs (Li et al. 2020), or after it.
 
     Args:
+        overlap: average while backward runs. By default False where each of two GPUs, joined by NVLink, can send the other its
+            gradients as they were computed, in bf16: there hiding costs as much as it saves, and buckets are a second set of
+            gradients. What is said below of buckets holds for True.
         bucket_cap_mb: size of a bucket in MiB; a bucket is sent as soon as its gradients are there. By default PyTorch's 25, or
             100 where the whole model is compiled: there every bucket but an only one is a cut through what is compiled.
         static_graph: the same parameters get gradients at every backward; by default where a step has one micro-batch
@@ -29,12 +35,19 @@ class DDP(MeshStrategy):
         gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them.
         no_sync: average once per step; False averages after every micro-batch (to measure what that costs).
         timeout_seconds: a collective that takes longer ends the run.
+
+    Attributes:
+        overlap: what it came to by default, once the strategy is set up.
+
+    Raises:
+        UserError: a size of buckets, but no overlap.
     """
 
     name = "ddp"
 
     def __init__(
         self,
+        overlap: bool | None = None,
         bucket_cap_mb: float | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool = True,
@@ -47,22 +60,57 @@ class DDP(MeshStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             broadcast_buffers=False,  # the model has none
         )
+        if overlap is False and bucket_cap_mb:
+            raise UserError(
+                f"bucket_cap_mb {bucket_cap_mb:g} means nothing with overlap false, which sends gradients when backward is over; leave "
+                "one out"
+            )
+        # who asks for buckets gets them
+        self.overlap_option = True if overlap is None and bucket_cap_mb else overlap
+        self.overlap = overlap is not False
         self.bucket_option = bucket_cap_mb
-        self.bucket_cap_mb = bucket_cap_mb or BUCKET_MB
         self.static_graph = static_graph
+        self._local_backward = False
 
     def degrees(self) -> dict[str, int]:
         return {"replicate": self.world_size}
 
     def setup(self, trainer: pl.Trainer) -> None:
         compiled = getattr(self.lightning_module, "compiled", "none")
-        self.bucket_cap_mb = self.bucket_option or (COMPILED_BUCKET_MB if compiled == "model" else BUCKET_MB)
-        self._ddp_kwargs["bucket_cap_mb"] = self.bucket_cap_mb
-        if compiled == "model":
-            torch._dynamo.config.optimize_ddp = self._cuts_compiled_model()
         one_backward = trainer.datamodule.plan.accumulate == 1  # type: ignore[attr-defined]
-        self._ddp_kwargs["static_graph"] = one_backward if self.static_graph is None else self.static_graph
+        self._sends_as_computed = one_backward and self.compute_dtype is not None and self.world_size == 2
+        self._average = one_kernel(mean_of_ranks, compiled, self.root_device, dynamic=True)
+        self.overlap = self._decide_overlap()
+        if self.overlap:
+            self._ddp_kwargs["bucket_cap_mb"] = self.bucket_cap_mb
+            self._ddp_kwargs["static_graph"] = one_backward if self.static_graph is None else self.static_graph
+            if compiled == "model":
+                torch._dynamo.config.optimize_ddp = self._cuts_compiled_model()
         super().setup(trainer)
+
+    @property
+    def bucket_cap_mb(self) -> float | None:
+        """MiB of gradients sent together; None where they are sent when backward is over."""
+        if not self.overlap:
+            return None
+        whole = getattr(self.lightning_module, "compiled", "none") == "model"
+        return self.bucket_option or (COMPILED_BUCKET_MB if whole else BUCKET_MB)
+
+    def _decide_overlap(self) -> bool:
+        """For all ranks: those that differ would wait for each other."""
+        if self.overlap_option is not None:
+            return self.overlap_option
+        on_gpus = self.root_device.type == "cuda" and self.num_nodes == 1
+        return self.broadcast(not (self._sends_as_computed and on_gpus and joined_by_nvlink()))
+
+    def configure_ddp(self) -> None:
+        """Without overlap the module stays as it is: DDP's wrapper would hold buckets for nothing."""
+        if self.overlap:
+            super().configure_ddp()
+
+    @property
+    def warmup_steps(self) -> int:  # type: ignore[override]
+        return DDP_WARMUP_STEPS if self.overlap else WARMUP_STEPS
 
     def _cuts_compiled_model(self) -> bool:
         """Whether what is compiled is cut where a bucket is full, so that it can be sent by then.
@@ -74,10 +122,11 @@ class DDP(MeshStrategy):
         """
         assert self.lightning_module is not None
         gradient_bytes = sum(parameter.nbytes for parameter in self.lightning_module.parameters())
-        several = gradient_bytes > self.bucket_cap_mb * MIB
-        if several and self.bucket_cap_mb < 1:
+        bucket = self._ddp_kwargs["bucket_cap_mb"]
+        several = gradient_bytes > bucket * MIB
+        if several and bucket < 1:
             raise UserError(
-                f"bucket_cap_mb {self.bucket_cap_mb:g} is below 1, but a model compiled whole is cut at buckets of at least 1 MiB; "
+                f"bucket_cap_mb {bucket:g} is below 1, but a model compiled whole is cut at buckets of at least 1 MiB; "
                 "use 1 or more, or --model.compile blocks"
             )
         return several
@@ -103,6 +152,8 @@ class DDP(MeshStrategy):
         NCCL's process group keeps what it reduced until its watchdog, which looks every 100 ms, finds the collective done
         and another one comes (torch 2.11). Both sets of buckets at once would be the peak of the whole run.
         """
+        if not self.overlap:
+            return
         if self._steps_to_rebuild == 0 and self.root_device.type == "cuda":
             torch.cuda.synchronize(self.root_device)
             time.sleep(WATCHDOG_SECONDS)
@@ -112,13 +163,31 @@ class DDP(MeshStrategy):
     @property
     def gradients_in_buckets(self) -> bool:  # type: ignore[override]
         """From the third step on: then DDP has its last buckets, and a backward that sent them has put the gradients there."""
-        return bool(self._ddp_kwargs["gradient_as_bucket_view"]) and self._steps_to_rebuild < -1
+        return self.overlap and bool(self._ddp_kwargs["gradient_as_bucket_view"]) and self._steps_to_rebuild < -1
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """The first steps send every micro-batch: what is added up before a backward that sends lies beside the buckets, as
         large as they are."""
+        if not self.overlap:
+            self._local_backward = self.no_sync
+            try:
+                yield
+            finally:
+                self._local_backward = False
+            return
         assert isinstance(self.model, nn.parallel.DistributedDataParallel)
         beside = self._ddp_kwargs["gradient_as_bucket_view"] and not self.gradients_in_buckets
         with self.model.no_sync() if self.no_sync and not beside else nullcontext():
             yield
+
+    def after_backward(self) -> None:
+        """Averages where DDP's wrapper has not done so meanwhile."""
+        if self.overlap or self._local_backward:
+            return
+        parameters = [parameter for parameter in self.lightning_module.parameters() if parameter.requires_grad]  # type: ignore[union-attr]
+        if self._sends_as_computed:
+            assert self.compute_dtype is not None
+            exchange_gradients(parameters, self.compute_dtype, self._average)
+        else:
+            average_gradients(parameters)

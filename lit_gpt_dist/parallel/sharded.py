@@ -14,6 +14,7 @@ from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.model.init import initialize
 from lit_gpt_dist.parallel import fsdp2
+from lit_gpt_dist.parallel.averaging import mean_of_ranks
 from lit_gpt_dist.parallel.compile import one_kernel
 from lit_gpt_dist.parallel.strategies import MeshStrategy
 
@@ -118,7 +119,7 @@ class FSDP2(MeshStrategy):
             # each time: a module may be fitted again, by another Trainer
             module: Any = self.lightning_module
             narrow = self.sends_as_computed(trainer.datamodule.plan.accumulate)  # type: ignore[attr-defined]
-            average = one_kernel(fsdp2.mean_of_ranks, module.compiled, self.root_device)
+            average = one_kernel(mean_of_ranks, module.compiled, self.root_device)
             fsdp2.send_gradients_in(module.model, self.compute_dtype if narrow else None, average)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

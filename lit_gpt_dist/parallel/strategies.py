@@ -21,6 +21,7 @@ from lit_gpt_dist.checkpoint.strategy import FolderCheckpoints
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.model.init import initialize
+from lit_gpt_dist.parallel.graph import WARMUP_STEPS
 from lit_gpt_dist.parallel.mesh import build_mesh, data_coordinate
 from lit_gpt_dist.parallel.patience import patience
 from lit_gpt_dist.parallel.restart import join_after_restart, restarts
@@ -47,6 +48,7 @@ class DirectSteps(Strategy):
 
     gradients_in_buckets = False  # between steps, as parts of larger tensors
     shards_weights = False  # each rank holds a part of each parameter
+    warmup_steps = WARMUP_STEPS  # taken one by one before one is recorded
     gathers_blocks = False  # their weights come and go block by block, so that nothing larger can be compiled
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,6 +101,9 @@ class DirectSteps(Strategy):
     def assign(self, parameter: Tensor, value: Tensor) -> None:
         """Puts a full CPU ``value`` into a placed parameter."""
         parameter.copy_(value)
+
+    def after_backward(self) -> None:
+        """Called when a micro-batch's backward is over: averages its gradients where that has not been done meanwhile."""
 
     def before_recorded_step(self) -> None:
         """Called before a step is recorded, and before each replay, which changes the weights."""

@@ -10,7 +10,8 @@ from helpers.ranks import on_ranks
 from helpers.training import Run, build, losses
 
 from lit_gpt_dist.callbacks.recorder import StepRecorder
-from lit_gpt_dist.parallel.fsdp2 import NarrowReduceScatter, mean_of_ranks
+from lit_gpt_dist.parallel.averaging import mean_of_ranks
+from lit_gpt_dist.parallel.fsdp2 import NarrowReduceScatter
 
 COUNT = 1000  # of values on each rank, which each rank ends with a part of
 
