@@ -147,7 +147,6 @@ def unable(case: Case, machine: Machine) -> str:
 
 # ---- ablations ---------------------------------------------------------------------------------------------------------
 
-ONE_BUCKET_MB = 1_000_000  # larger than any model: gradients are sent when the last one is there, so nothing overlaps
 BUCKETS_MB = (1, 5, 100)  # around DDP's own 25
 
 
@@ -162,11 +161,10 @@ def _no_sync(case: Case, machine: Machine) -> list[Case]:
 
 
 def _overlap(case: Case, machine: Machine) -> list[Case]:
-    return (
-        [case.with_strategy_option("bucket_cap_mb", ONE_BUCKET_MB, "overlap off")]
-        if _has("bucket_cap_mb")(case, machine)
-        else []
-    )
+    """Both: what is on by default depends on the link."""
+    if not _has("overlap")(case, machine):
+        return []
+    return [case.with_strategy_option("overlap", on, f"overlap {'on' if on else 'off'}") for on in (True, False)]
 
 
 def _buckets(case: Case, machine: Machine) -> list[Case]:

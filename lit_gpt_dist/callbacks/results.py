@@ -90,6 +90,7 @@ class ResultsWriter(pl.Callback):
             "compile": module.compiled,
             "cuda_graph": module.graph_wanted,
             "bucket_cap_mb": getattr(strategy, "bucket_cap_mb", None),
+            "overlap": getattr(strategy, "overlap", None),
             "no_sync": getattr(strategy, "no_sync", None),
             "reshard_after_forward": getattr(strategy, "reshard_after_forward", None),
             "units": getattr(strategy, "units", None),

@@ -25,9 +25,9 @@ class DDP(MeshStrategy):
     """Every rank holds the whole model; gradients are averaged in buckets while backward runs (Li et al. 2020), or after it.
 
     Args:
-        overlap: average while backward runs. By default False where each of two GPUs, joined by NVLink, can send the other its
-            gradients as they were computed, in bf16: there hiding costs as much as it saves, and buckets are a second set of
-            gradients. What is said below of buckets holds for True.
+        overlap: average while backward runs. By default not on two GPUs joined by NVLink: there hiding costs more than it saves,
+            and each can send the other the gradients of one micro-batch as they were computed, in bf16. What is said of buckets
+            holds for True.
         bucket_cap_mb: size of a bucket in MiB; a bucket is sent as soon as its gradients are there. By default PyTorch's 25, or
             100 where the whole model is compiled: there every bucket but an only one is a cut through what is compiled.
         static_graph: the same parameters get gradients at every backward; by default where a step has one micro-batch
@@ -100,8 +100,8 @@ class DDP(MeshStrategy):
         """For all ranks: those that differ would wait for each other."""
         if self.overlap_option is not None:
             return self.overlap_option
-        on_gpus = self.root_device.type == "cuda" and self.num_nodes == 1
-        return self.broadcast(not (self._sends_as_computed and on_gpus and joined_by_nvlink()))
+        two_gpus = self.root_device.type == "cuda" and self.num_processes == self.world_size == 2
+        return self.broadcast(not (two_gpus and joined_by_nvlink()))
 
     def configure_ddp(self) -> None:
         """Without overlap the module stays as it is: DDP's wrapper would hold buckets for nothing."""

@@ -133,6 +133,7 @@ def job_of(line: dict[str, Any], calibration: Calibration | None, link: Link) ->
         reshard_after_forward=line.get("reshard_after_forward") is not False,
         units="model" if line.get("units") == "model" else "blocks",
         bucket_bytes=float(line.get("bucket_cap_mb") or 0) * MIB or None,
+        ddp_overlap=line.get("overlap") is not False,  # older lines say nothing: there was none without
         calibration=calibration,
     )
 

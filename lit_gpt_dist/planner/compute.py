@@ -134,6 +134,16 @@ def bucket_seconds(gradient_bytes: float, layers: int, rates: Rates) -> float:
     return 2 * gradient_bytes / rates.copy_bandwidth + BLOCK_TENSORS * layers * rates.kernel_seconds
 
 
+def averaging_seconds(
+    parameters: float, gradient_width: float, sent_width: float | None, copy_bandwidth: float
+) -> float:
+    """Of packing gradients when backward is over and, where two ranks exchange them in ``sent_width`` bytes each, of adding up
+    both; else they are divided and reduced where they were packed."""
+    if sent_width is None:
+        return parameters * 4 * gradient_width / copy_bandwidth
+    return parameters * (2 * gradient_width + 3 * sent_width) / copy_bandwidth
+
+
 def optimizer_seconds(parameters: float, state_bytes: float, weight_bytes: float, copy_bandwidth: float) -> float:
     """Clipping reads, then scales the gradients; a fused optimizer reads all state and writes weights and moments.
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.flops import flops_per_token, model_flops_utilization
 from lit_gpt_dist.planner import compute, time
-from lit_gpt_dist.planner.footprint import Footprint, footprint, gradients_sent_bytes, strategy_widths
+from lit_gpt_dist.planner.footprint import (
+    Footprint,
+    averages_after_backward,
+    exchanges_as_computed,
+    footprint,
+    gradients_sent_bytes,
+    strategy_widths,
+)
 from lit_gpt_dist.planner.job import Job
 from lit_gpt_dist.planner.layout import NOT_TRAINABLE, SHARDED, Layout, layout
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
@@ -141,6 +148,9 @@ def packing_seconds(job: Job, plan: Layout, accumulate: int) -> float:
     parameters = job.model.parameters() / (plan.tensor * plan.stages)
     width = state_bytes_per_parameter(job.precision, job.optimizer).gradients
     reductions = 1 if job.no_sync else accumulate
+    if averages_after_backward(job, plan):
+        sent_width = strategy_widths(job, plan).compute if exchanges_as_computed(job, plan, accumulate) else None
+        return reductions * compute.averaging_seconds(parameters, width, sent_width, rates.copy_bandwidth)
     if plan.strategy not in SHARDED:
         return reductions * compute.bucket_seconds(parameters * width, job.model.layers, rates)
     own = strategy_widths(job, plan).compute

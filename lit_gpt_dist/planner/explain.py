@@ -17,7 +17,9 @@ from lit_gpt_dist.planner.estimate import (
 )
 from lit_gpt_dist.planner.footprint import (
     KINDS,
+    averages_after_backward,
     block_parameters,
+    exchanges_as_computed,
     gathers_at_once,
     gradients_sent_bytes,
     root_parameters,
@@ -145,6 +147,8 @@ def sent(job: Job, found: Estimate) -> list[str]:
         )
         if (groups := ranks // shards) > 1:
             formula += f" + 2·({groups} − 1)/{groups} × {parameters / shards:,.0f} × {gradient:g} bytes × {reductions} across groups"
+    elif exchanges_as_computed(job, found.layout, found.accumulate):
+        formula = f"{parameters:,.0f} × {width:g} bytes, to the only other card"
     else:
         formula = f"2·({ranks} − 1)/{ranks} × {parameters:,.0f} × {gradient:g} bytes"
         formula += "" if job.no_sync else f" × {found.accumulate} micro-batches"
@@ -196,7 +200,7 @@ def communication_lines(job: Job, found: Estimate) -> list[str]:
     )
     behind = time.BACKWARD_SHARE * micro * 1e3
     hidden = [f"hidden behind backward: up to {time.BACKWARD_SHARE:.2f} × {micro * 1e3:.2f} ms = {behind:.2f} ms"]
-    if gathers_at_once(job, found.layout):
+    if gathers_at_once(job, found.layout) or averages_after_backward(job, found.layout):
         how, hidden = "", []
     if found.layout.data_ranks == 1:
         how = ""
@@ -238,6 +242,8 @@ def never_hidden(job: Job, found: Estimate, parts: CommunicationParts) -> list[s
         return lines + [f"  and its all-reduce across nodes: {parts.last_step * 1e3:.2f} ms"] * (
             found.strategy == "hsdp"
         )
+    if averages_after_backward(job, found.layout):
+        return [f"never hidden: all of it, averaged when backward has ended: {parts.step * 1e3:.2f} ms"]
     size, last = last_bucket_bytes(job, found.layout), parts.last_step
     if found.strategy == "zero2":
         last = last / 2

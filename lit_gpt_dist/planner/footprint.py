@@ -7,7 +7,7 @@ A step has three moments that can be the peak:
 * *end*: backward reaches the first block, every gradient exists.
 
 Gradients before the end: none for a single card without accumulation (they are freed by ``zero_grad``); all of
-them when accumulating, and always under DDP, whose buckets stay (gradients are views of the buckets: no second copy).
+them when accumulating, and always in DDP's buckets, which stay (gradients are views of the buckets: no second copy).
 FSDP2 without reducing every micro-batch keeps whole, unsharded gradients in the reduction's type.
 """
 
@@ -25,7 +25,7 @@ from lit_gpt_dist.planner.activations import (
     logit_bytes,
 )
 from lit_gpt_dist.planner.activations import widths as value_widths
-from lit_gpt_dist.planner.job import AT_ONCE_SHARE, Job
+from lit_gpt_dist.planner.job import AT_ONCE_SHARE, PIECE_ELEMENTS, Job
 from lit_gpt_dist.planner.layout import SHARDED, Layout
 from lit_gpt_dist.planner.memory import state_bytes_per_parameter
 
@@ -86,7 +86,7 @@ def moment_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> dict[s
     if moment == "loss":
         each = logit_bytes(strategy_widths(job, plan), job.execution != "eager", job.autocast)
         kinds["logits"] = job.micro_batch * job.context * job.model.vocab_size * each / plan.tensor
-    kinds["buffers"] = buffer_bytes(job, plan, moment)
+    kinds["buffers"] = buffer_bytes(job, plan, accumulate, moment)
     kinds["workspace"] = BLAS_HANDLES * job.device.workspace_bytes
     return kinds
 
@@ -98,7 +98,8 @@ def gradient_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> floa
     if plan.strategy in SHARDED:
         unreduced = whole if accumulate > 1 and job.no_sync else 0.0
         return unreduced + (reduced if moment == "end" else 0.0)
-    if plan.strategy in ("ddp", "zero1") or accumulate > 1 or moment == "end":
+    in_buckets = plan.strategy in ("ddp", "zero1") and not averages_after_backward(job, plan)
+    if in_buckets or accumulate > 1 or moment == "end":
         return reduced
     head = job.model.vocab_size * job.model.width / plan.tensor  # the first gradient that backward makes
     return width * head if moment == "backward" and plan.stages == 1 else 0.0
@@ -114,6 +115,21 @@ def gathers_at_once(job: Job, plan: Layout) -> bool:
         return plan.strategy in SHARDED and job.units == "model"
     size = strategy_widths(job, plan).compute * job.model.parameters()
     return shards_within_node(job, plan) and job.link.is_fast and size <= AT_ONCE_SHARE * (job.device.memory_bytes or 0)
+
+
+def averages_after_backward(job: Job, plan: Layout) -> bool:
+    """Whether ddp does, as ``parallel/replicated.py`` decides: it has no buckets then."""
+    if plan.strategy != "ddp" or plan.data_ranks == 1:
+        return False
+    if job.ddp_overlap is not None or job.bucket_bytes:
+        return job.ddp_overlap is False
+    return job.nodes == 1 and plan.data_ranks == 2 and job.link.is_fast
+
+
+def exchanges_as_computed(job: Job, plan: Layout, accumulate: int) -> bool:
+    """Whether each of two ranks sends the other its gradients in 16 bits instead of reducing them (``parallel/averaging.py``)."""
+    straight = job.precision == "bf16-mixed" and not job.autocast and accumulate == 1 and plan.data_ranks == 2
+    return straight and averages_after_backward(job, plan)
 
 
 def gradients_sent_bytes(job: Job, plan: Layout, accumulate: int, no_sync: bool) -> float:
@@ -179,7 +195,7 @@ def passing_bytes(config: GPTConfig, width: Widths) -> float:
     return width.residual * config.width + width.compute * wide
 
 
-def buffer_bytes(job: Job, plan: Layout, moment: str) -> float:
+def buffer_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> float:
     """Communication buffers beside gradients: FSDP2's gather and reduction of one unit.
 
     Before the end a gather's flat output exists beside the unit it fills, but for the only unit, whose is given back before
@@ -187,10 +203,19 @@ def buffer_bytes(job: Job, plan: Layout, moment: str) -> float:
     what is sent and what arrives in 16 bits.
     """
     if plan.strategy not in SHARDED:
-        return 0.0
+        return averaging_bytes(job, plan, accumulate) if moment == "end" and averages_after_backward(job, plan) else 0.0
     width = strategy_widths(job, plan)
     at_once = gathers_at_once(job, plan)
     if moment != "end":
         return 0.0 if at_once else width.compute * block_parameters(job.model)
     unit = job.model.parameters() if at_once else max(root_parameters(job.model), block_parameters(job.model))
     return (width.compute + FP32_BYTES) * unit
+
+
+def averaging_bytes(job: Job, plan: Layout, accumulate: int) -> float:
+    """When backward is over: a piece that is on its way and the next; in fp32, or both ranks' in 16 bits and the sum of one."""
+    parameters, width = job.model.parameters(), state_bytes_per_parameter(job.precision, job.optimizer).gradients
+    two = min(parameters, 2 * PIECE_ELEMENTS)
+    if exchanges_as_computed(job, plan, accumulate):
+        return 2 * strategy_widths(job, plan).compute * two + width * min(parameters, PIECE_ELEMENTS)
+    return width * two

@@ -18,6 +18,7 @@ ASSUMED_MFU = (
 )
 # parallel/replicated.py: torch.nn.parallel.DistributedDataParallel's default bucket_cap_mb, and ours for a model compiled whole
 DDP_BUCKET_BYTES, COMPILED_BUCKET_BYTES = 25.0 * 2**20, 100.0 * 2**20
+PIECE_ELEMENTS = 2**29  # parallel/averaging.py: of gradients, sent at a time when backward is over
 AT_ONCE_SHARE = 1 / 32  # parallel/fsdp2.py: of a card's memory; weights of up to that are gathered at once, over NVLink
 RESERVE_GIB = 2.0  # of a card: CUDA context, NCCL's buffers, fragmentation
 
@@ -47,6 +48,7 @@ class Job:
     mfu: float = ASSUMED_MFU
     reserve_bytes: float = RESERVE_GIB * GIB
     bucket_bytes: float | None = None  # None: what `fit` does
+    ddp_overlap: bool | None = None  # whether ddp averages gradients while backward runs; None: what `fit` does
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:

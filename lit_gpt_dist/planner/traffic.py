@@ -4,6 +4,7 @@ Some pieces can never be hidden, because nothing is left to compute beside them:
 
 * DDP reduces its last bucket when backward has ended. It holds the parameters used first, so the token embedding's whole
   gradient (a bucket takes whole parameters), and has at least ``Job.bucket`` where there is as much;
+* DDP without overlap averages all of them then;
 * FSDP2 gathers the root unit (embeddings, head, final norm) and the first block before anything computes;
 * FSDP2 reduce-scatters the root unit, whose embedding is used first, when backward has ended;
 * as one unit, it gathers before and reduce-scatters after everything.
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from lit_gpt_dist.planner import communication as comm
 from lit_gpt_dist.planner import time
 from lit_gpt_dist.planner.footprint import (
+    averages_after_backward,
     block_parameters,
+    exchanges_as_computed,
     gathers_at_once,
     gradients_sent_bytes,
     root_parameters,
@@ -58,6 +61,9 @@ def communication_seconds(job: Job, plan: Layout) -> CommunicationParts | None:
         return sharded_seconds(job, plan, within, across)
     replicated = comm.all_reduce_seconds(parameters * gradient, plan.data_ranks, across)
     last = replicated * last_bucket_bytes(job, plan) / (parameters * gradient)
+    if averages_after_backward(job, plan):
+        sent = sent_bytes(job, plan, job.accumulate(plan.data_ranks), no_sync=True)
+        last = replicated = sent / (job.slowest_link.gather_bandwidth_at(sent) or across)
     blocking = 0.0
     if plan.tensor > 1:
         sent = comm.tensor_parallel_bytes(job.micro_batch, job.context, job.model.width, job.model.layers)
@@ -147,6 +153,8 @@ def sent_bytes(job: Job, plan: Layout, accumulate: int, no_sync: bool) -> float:
         return sharded + comm.ddp_bytes(parameters / shards, plan.data_ranks // shards, gradient, accumulate, no_sync)
     if plan.strategy == "zero2":
         return comm.ddp_bytes(parameters, plan.data_ranks, gradient) * (accumulate + 1) / 2
+    if exchanges_as_computed(job, plan, accumulate):
+        return parameters * strategy_widths(job, plan).compute  # all of its own, to the only other
     sent = comm.ddp_bytes(parameters, plan.data_ranks, gradient, accumulate, no_sync)
     if plan.tensor > 1:
         buffers = comm.tensor_parallel_bytes(job.micro_batch, job.context, job.model.width, job.model.layers)

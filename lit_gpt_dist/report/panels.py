@@ -107,11 +107,13 @@ def _by_setting(cases: Sequence[Case]) -> list[list[Case]]:
 
 
 def _common(run: Run) -> str:
-    """The options in words, without the way in which the run was compiled, and the bucket and units that go with it."""
+    """The options in words, without the way in which the run was compiled, and the bucket, units or overlap that go with it."""
     if not is_compiled(run):
         return describe_options(run)
     bucket = None if has_usual_bucket(run) else run.bucket_cap_mb
-    return describe_options(replace(run, compile="yes", bucket_cap_mb=bucket, record={**run.record, "units": None}))
+    return describe_options(
+        replace(run, compile="yes", bucket_cap_mb=bucket, record={**run.record, "units": None, "overlap": None})
+    )
 
 
 def drawable(cases: Sequence[Case]) -> list[Case]:

@@ -64,6 +64,8 @@ def describe_options(run: Run) -> str:
         return ", ".join([*parts, run.variant])
     if gathered_at_once(run):
         parts.append("units model")
+    if averaged_after_backward(run):
+        parts.append("overlap off")
     if not has_usual_bucket(run):
         parts.append(f"bucket {run.bucket_cap_mb:g} MB")
     return ", ".join([*parts, *switched_off(run)])
@@ -78,6 +80,11 @@ def has_usual_bucket(run: Run) -> bool:
 def gathered_at_once(run: Run) -> bool:
     """Whether fsdp2 gathered the whole model at once, instead of block by block."""
     return run.record.get("units") == "model"
+
+
+def averaged_after_backward(run: Run) -> bool:
+    """Whether ddp averaged gradients when backward was over, instead of meanwhile."""
+    return run.record.get("overlap") is False
 
 
 def switched_off(run: Run) -> list[str]:
@@ -110,6 +117,7 @@ def case_key(run: Run) -> tuple:
         run.bucket_cap_mb,
         run.variant,
         gathered_at_once(run),
+        averaged_after_backward(run),
         *switched_off(run),
     )
 

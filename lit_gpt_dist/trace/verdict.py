@@ -70,8 +70,9 @@ def no_overlap_line(report: RankReport, sharded: bool) -> str:
         )
     if report.buckets <= 1.5:
         return (
-            "no overlap: the gradients go out in one piece, after backward has ended; try a smaller bucket_cap_mb, so that the "
-            "first buckets leave while backward goes on"
+            "no overlap: the gradients go out in one piece, after backward has ended (ddp's way on two GPUs joined by NVLink); "
+            "elsewhere try --trainer.strategy.overlap true or a smaller bucket_cap_mb, so that the first buckets leave while "
+            "backward goes on"
         )
     return (
         f"no overlap although there are {report.buckets:.0f} buckets: something makes compute wait for each reduction (a stream "

@@ -109,6 +109,18 @@ def test_ddp_reduces_each_bucket_once_per_step_at_accumulate_4(per_step: dict[st
     assert every_micro_batch == {"all-reduce": 4 * buckets}
 
 
+def test_ddp_without_overlap_reduces_all_gradients_in_one_piece_or_exchanges_those_of_one_micro_batch_as_computed() -> (
+    None
+):
+    straight = ONE.on("ddp", 2, strategy_options=dict(overlap=False))
+    accumulated = straight.on("ddp", 2, micro_batch=2)
+    each = accumulated.on("ddp", 2, strategy_options=dict(overlap=False, no_sync=False))
+    in_bf16 = [replace(run, precision="bf16-mixed") for run in (straight, accumulated)]
+    found = on_ranks(2, counts, [straight, accumulated, each, *in_bf16])[0]
+    once = {"all-reduce": 1}
+    assert found == [once, once, {"all-reduce": 4}, {"all-to-all": 1}, once]
+
+
 def test_fsdp2_reduce_scatters_each_unit_once_per_step_at_accumulate_4(
     per_step: dict[str, list[dict[str, float]]],
 ) -> None:

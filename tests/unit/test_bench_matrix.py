@@ -16,7 +16,7 @@ from lit_gpt_dist.parallel.sharded import FSDP2
 
 STRATEGIES = {
     "single": frozenset[str](),
-    "ddp": frozenset({"bucket_cap_mb", "no_sync"}),
+    "ddp": frozenset({"overlap", "bucket_cap_mb", "no_sync"}),
     "fsdp2": frozenset({"reshard_after_forward", "no_sync", "units"}),
 }
 CPU = Machine(None, STRATEGIES)

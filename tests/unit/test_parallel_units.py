@@ -1,4 +1,4 @@
-"""What fsdp2 and hsdp gather at a time, where that is left to them. No ranks, no cards: what they would see is made up."""
+"""What fsdp2 and hsdp gather at a time, and whether ddp overlaps, where that is left to them. No ranks, no cards: what they would see is made up."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lit_gpt_dist.errors import UserError
-from lit_gpt_dist.parallel import FSDP2, HSDP, sharded
+from lit_gpt_dist.parallel import DDP, FSDP2, HSDP, replicated, sharded
 from lit_gpt_dist.parallel.recompute import check_recompute
 
 LARGEST = 2**15  # bytes of weights that are gathered at once
@@ -104,3 +104,21 @@ def test_selective_recomputation_is_refused_where_its_casts_are_cached():
     check_recompute("full", "16-mixed")
     with pytest.raises(UserError, match="use bf16-mixed, or recompute full"):
         check_recompute("selective", "16-mixed")
+
+
+def overlaps(**options):
+    return placed(DDP, **options)._decide_overlap()
+
+
+def test_ddp_overlaps_but_on_two_gpus_joined_by_nvlink(monkeypatch):
+    monkeypatch.setattr(replicated, "joined_by_nvlink", lambda: True)
+    assert not overlaps()
+    assert overlaps(overlap=True)
+    assert overlaps(bucket_cap_mb=100), "who gives buckets a size wants them"
+    assert overlaps(processes=4)
+    assert overlaps(processes=1, nodes=2)
+    assert overlaps(device="cpu")
+    assert not overlaps(device="cpu", overlap=False)
+    assert overlaps(rank_0_says=True), "all ranks do the same"
+    monkeypatch.setattr(replicated, "joined_by_nvlink", lambda: False)
+    assert overlaps()

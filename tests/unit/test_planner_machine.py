@@ -174,6 +174,7 @@ def test_what_hides_behind_compute_on_a_fast_link_takes_its_time_from_it():
             preset("big", context=1024, vocab_size=50_304),
             DEVICES["h200"],
             link=link_by_name(link, DEVICES["h200"]),
+            ddp_overlap=True,
             **fields,
         )
         times = estimate(job, "ddp").times
