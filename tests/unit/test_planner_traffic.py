@@ -157,7 +157,7 @@ def test_on_two_cards_with_nvlink_ddp_has_no_buckets_and_each_sends_the_other_16
     assert found.footprint.kinds["gradients"] == 0
     at_the_end = moment_bytes(two, plan, 1, "end")
     assert at_the_end["buffers"] == 2 * 2 * min(parameters, 2 * PIECE_ELEMENTS) + 4 * PIECE_ELEMENTS
-    assert f"{parameters:,.0f} × 2 bytes, to the only other card" in explain(two, found, "sent")
+    assert f"  {parameters:,.0f} × 2 bytes, to the only other card" in explain(two, found, "sent")
     assert any("averaged when backward has ended" in line for line in explain(two, found, "step"))
     in_buckets = estimate(replace(two, ddp_overlap=True), "ddp")
     assert in_buckets.footprint.kinds["gradients"] == 4 * parameters
