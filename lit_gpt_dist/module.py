@@ -53,6 +53,7 @@ class GPTModule(RecordedSteps):
         dropout: share of activations dropped in training.
         recompute: what of a block's activations is computed again in backward instead of being kept: selective, all but what
             matrix products and attention left; full, all but its input.
+        recompute_blocks: of how many blocks, the first; by default all.
         compile: torch.compile for the whole model, for each block, or not at all; auto: on GPUs.
         cuda_graph: record a whole optimizer step and replay it; by default on GPUs, where it can be.
         optim: AdamW and its schedule.
@@ -77,6 +78,7 @@ class GPTModule(RecordedSteps):
         bias: bool | None = None,
         dropout: float | None = None,
         recompute: Recompute = "none",
+        recompute_blocks: int | None = None,
         compile: Compile = "auto",
         cuda_graph: bool | None = None,
         optim: OptimConfig | None = None,
@@ -97,6 +99,7 @@ class GPTModule(RecordedSteps):
         else:
             self.config = preset(self.size, **self.shape)  # the vocabulary may still come from the corpus
         self.recompute: Recompute = recompute
+        self.recompute_blocks = recompute_blocks
         self.compile_option: Compile = compile
         self.compiled: str = "none"  # what ``auto`` came to
         self.graph_option = cuda_graph
@@ -140,10 +143,10 @@ class GPTModule(RecordedSteps):
                 f"strategy {type(strategy).__name__} is Lightning's, but a GPTModule needs this project's, which know how to place "
                 "it; use lit_gpt_dist.trainer.Trainer"
             )
-        check_recompute(self.recompute, str(self.trainer.precision))
+        check_recompute(self.recompute, str(self.trainer.precision), self.recompute_blocks, self.config.layers)
         with strategy.build_context():
             self.model = GPT(self.config)
-        set_recompute(self.model, self.recompute)
+        set_recompute(self.model, self.recompute, self.recompute_blocks)
         strategy.prepare(self.model)
         self.compiled = resolve_compile(self.compile_option, strategy.root_device, strategy.gathers_blocks)
         compile_model(self.model, self.compiled)  # type: ignore[arg-type]

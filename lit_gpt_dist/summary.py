@@ -12,6 +12,7 @@ from lit_gpt_dist.arguments import typed
 from lit_gpt_dist.callbacks.device import device_name
 from lit_gpt_dist.callbacks.recorder import find_recorder
 from lit_gpt_dist.callbacks.results import ResultsWriter
+from lit_gpt_dist.model.config import describe_recompute
 
 
 def start_lines(trainer: Any, module: Any) -> list[str]:
@@ -20,13 +21,14 @@ def start_lines(trainer: Any, module: Any) -> list[str]:
     shape = f"{config.layers} layers, {config.heads} heads, width {config.width}, context {config.context}"
     tokens, context = trainer.datamodule.tokens_per_step, trainer.datamodule.context
     ranks = f"{plan.ranks} rank" + ("s" if plan.ranks > 1 else "")
+    recomputed = describe_recompute(module.recompute, module.recompute_blocks, config.layers)
     lines = [
         f"model    {module.size}: {count(config.parameters())} parameters ({shape}, vocabulary {config.vocab_size})",
         f"data     {trainer.datamodule.describe_corpus()}",
         f"batch    global {plan.global_batch} = micro {plan.micro_batch} × accumulate {plan.accumulate} × {ranks}; "
         f"{tokens:,} tokens per step" + (f" (windows of {context})" if context != config.context else ""),
         f"machine  {trainer.world_size} × {device_name(module.device)}, {strategy.name}, {trainer.precision}"
-        + (f", recompute {module.recompute}" if module.recompute != "none" else "")
+        + (f", recompute {recomputed}" if recomputed != "none" else "")
         + (", the model gathered at once" if getattr(strategy, "units", None) == "model" else "")
         + (f", compiled {module.compiled}" if module.compiled != "none" else "")
         + (", steps in a CUDA graph" if module.graph_wanted else ""),

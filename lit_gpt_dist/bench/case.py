@@ -21,7 +21,7 @@ class Case:
     micro: int
     accumulate: int
     precision: str | None = None
-    recompute: str = "none"
+    recompute: str = "none"  # a kind, or kind:blocks
     compile: str | None = None
     cuda_graph: str | None = None
     context: int | None = None
@@ -34,6 +34,15 @@ class Case:
         return self.micro * self.accumulate * self.devices
 
     @property
+    def recompute_kind(self) -> str:
+        return self.recompute.partition(":")[0]
+
+    @property
+    def recompute_blocks(self) -> int | None:
+        _, given, blocks = self.recompute.partition(":")
+        return int(blocks) if given else None
+
+    @property
     def name(self) -> str:
         """A folder name that says what it holds."""
         parts = [
@@ -44,7 +53,7 @@ class Case:
         ]
         parts += [self.precision or "", f"context{self.context}" if self.context else ""]
         parts += [
-            {"none": "", "full": "recompute"}.get(self.recompute, f"recompute-{self.recompute}"),
+            {"none": "", "full": "recompute"}.get(self.recompute, f"recompute-{self.recompute.replace(':', '-')}"),
             f"compile-{self.compile}" if self.compile else "",
         ]
         parts += [f"graph-{self.cuda_graph}" if self.cuda_graph else ""]
@@ -81,7 +90,8 @@ def fit_arguments(case: Case, setting: Setting, folder: str, tag: str) -> list[s
         "model.size": case.size,
         **{f"model.{field}": value for field, value in case.shape},
         "model.context": case.context,
-        "model.recompute": case.recompute if case.recompute != "none" else None,
+        "model.recompute": case.recompute_kind if case.recompute != "none" else None,
+        "model.recompute_blocks": case.recompute_blocks,
         "model.compile": case.compile,
         "model.cuda_graph": case.cuda_graph,
         "data.corpus": setting.corpus,

@@ -39,7 +39,7 @@ def _parser() -> ToolParser:
     matrix.add_argument("--micro", help="windows a card forwards at once (default: 16)")
     matrix.add_argument("--accumulate", help="micro-batches a step (default: 1)")
     matrix.add_argument("--precision", help="e.g. bf16-mixed,32-true (default: what `fit` chooses)")
-    matrix.add_argument("--recompute", help="none,selective,full (default: none)")
+    matrix.add_argument("--recompute", help="none,selective,full; of some blocks only: selective:6 (default: none)")
     matrix.add_argument("--compile", help="values of fit's model.compile (default: what `fit` chooses)")
     matrix.add_argument("--bucket_cap_mb", help="bucket sizes for strategies that have buckets")
     matrix.add_argument("--context", help="tokens a window (default: the model's)")

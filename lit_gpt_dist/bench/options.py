@@ -1,7 +1,7 @@
 """Options of `bench` from a YAML file and the command line, checked and typed. Runs nothing."""
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,14 +40,18 @@ def _single(kind: type) -> Callable[[str, Any], Any]:
     return lambda name, value: None if value is None else _one(name, value, kind)
 
 
-def _choices(known: Sequence[str]) -> Callable[[str, Any], list[str]]:
-    def read(name: str, value: Any) -> list[str]:
-        found = _texts(name, value)
-        if wrong := [one for one in found if one not in known]:
-            raise UserError(f"{name} {wrong[0]} is not one of {', '.join(known)}")
-        return found
-
-    return read
+def _recompute(name: str, value: Any) -> list[str]:
+    """Kinds, each with or without a number of blocks: selective:6. Whether a model has so many, `fit` says."""
+    found = _texts(name, value)
+    for one in found:
+        kind, given, blocks = one.partition(":")
+        if kind not in get_args(Recompute):
+            raise UserError(f"{name} {one} is not one of {', '.join(get_args(Recompute))}")
+        if given and (kind == "none" or not blocks.isdecimal() or int(blocks) < 1):
+            raise UserError(
+                f"{name} {one} names no blocks to recompute; give a number of at least 1, as in selective:6 or full:6"
+            )
+    return found
 
 
 # name: (how it is read, default)
@@ -58,7 +62,7 @@ OPTIONS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
     "micro": (_numbers(int), [16]),
     "accumulate": (_numbers(int), [1]),
     "precision": (_texts, [None]),
-    "recompute": (_choices(get_args(Recompute)), ["none"]),
+    "recompute": (_recompute, ["none"]),
     "compile": (_texts, [None]),
     "bucket_cap_mb": (_numbers(float), [None]),
     "context": (_numbers(int), [None]),

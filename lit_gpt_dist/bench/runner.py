@@ -65,7 +65,8 @@ class Runner:
         batch = {"micro": case.micro, "accum": case.accumulate, "global_batch": case.global_batch}
         options = {
             "precision": case.precision,
-            "recompute": case.recompute,
+            "recompute": case.recompute_kind,
+            "recompute_blocks": case.recompute_blocks,
             "compile": case.compile,
             "context": case.context,
         }

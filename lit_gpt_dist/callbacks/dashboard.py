@@ -15,6 +15,7 @@ from lit_gpt_dist.callbacks.recorder import find_recorder, not_training
 from lit_gpt_dist.data.tokenizers import StreamDecoder
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.generate import choose
+from lit_gpt_dist.model.config import describe_recompute
 from lit_gpt_dist.parallel.compile import eagerly
 
 SAMPLE_TOKENS = 64
@@ -124,7 +125,7 @@ def hyperparameters(trainer: Any, module: Any) -> dict[str, Any]:
         "global_batch": plan.global_batch,
         "micro_batch": plan.micro_batch,
         "accumulate": plan.accumulate,
-        "recompute": module.recompute,
+        "recompute": describe_recompute(module.recompute, module.recompute_blocks, module.config.layers),
         "lr": trainer.lr_scheduler_configs[0].scheduler.base_lrs[0],
         "weight_decay": module.optim.weight_decay,
         "seed": module.seed,

@@ -97,9 +97,14 @@ def remedies(trainer: Any, module: Any) -> list[str]:
             f"--data.micro_batch {half} --data.global_batch {plan.global_batch}: the same run in smaller pieces, accumulate "
             f"{plan.global_batch // (half * plan.ranks)}; costs a little speed"
         )
+    blocks, layers = module.recompute_blocks, module.config.layers
     if module.recompute == "none" and trainer.precision != "16-mixed":
         found.append("--model.recompute selective: what is cheap to compute is computed twice instead of kept")
-    if module.recompute != "full":
+    if blocks is not None and blocks < layers:
+        found.append(
+            f"--model.recompute_blocks {min(2 * blocks, layers)} instead of {blocks}: more of the {layers} blocks keep less"
+        )
+    elif module.recompute != "full":
         found.append("--model.recompute full: all activations are computed twice instead of kept; about +30% time")
     if getattr(trainer.strategy, "units", None) == "model":
         found.append(

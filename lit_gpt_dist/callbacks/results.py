@@ -87,6 +87,7 @@ class ResultsWriter(pl.Callback):
             "seed": module.seed,
             "precision": str(trainer.precision),
             "recompute": module.recompute,
+            "recompute_blocks": module.recompute_blocks,
             "compile": module.compiled,
             "cuda_graph": module.graph_wanted,
             "bucket_cap_mb": getattr(strategy, "bucket_cap_mb", None),

@@ -128,3 +128,28 @@ def preset(size: str, **overrides: object) -> GPTConfig:
         raise UserError(f"model size {size!r} is not one of {', '.join(PRESETS)}")
     fields = {**PRESETS[size], **{k: v for k, v in overrides.items() if v is not None}}
     return GPTConfig(**fields)
+
+
+def check_recompute_blocks(mode: str, blocks: int | None, layers: int) -> None:
+    """``blocks``: of how many of ``layers`` blocks activations are recomputed; None: of all.
+
+    Raises:
+        UserError: blocks that the model does not have, or of which nothing would be recomputed.
+    """
+    if blocks is None:
+        return
+    if mode == "none":
+        raise UserError(
+            f"recompute_blocks is {blocks}, but recompute is none; give recompute selective or full, or leave recompute_blocks out"
+        )
+    if not 1 <= blocks <= layers:
+        raise UserError(
+            f"recompute_blocks is {blocks}, but must be at least 1 and at most the model's {layers} layers; leave it out for all"
+        )
+
+
+def describe_recompute(mode: str, blocks: int | None, layers: int | None = None) -> str:
+    if blocks is None:
+        return mode
+    count = f"{blocks} of {layers}" if layers else f"{blocks}"
+    return f"{mode} in {count} block" + ("" if (layers or blocks) == 1 else "s")

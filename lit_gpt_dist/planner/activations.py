@@ -117,13 +117,22 @@ def computed_again_bytes(layer: float, kept: float, recompute: Recompute) -> flo
 
 
 def saved_bytes(
-    config: GPTConfig, batch: int, context: int, width: Widths, flash: bool = True, recompute: Recompute = "none"
+    config: GPTConfig,
+    batch: int,
+    context: int,
+    width: Widths,
+    flash: bool = True,
+    recompute: Recompute = "none",
+    blocks: int | None = None,
 ) -> float:
-    """All activations alive when the forward of one micro-batch ends, logits not counted.
+    """All activations alive when the forward of one micro-batch ends, logits not counted. ``blocks`` of them are recomputed, by
+    default all.
 
     What is computed again of the block that backward is at comes on top.
     """
-    kept = config.layers * layer_kept_bytes(config, context, width, flash, recompute)
+    blocks = config.layers if blocks is None else blocks
+    kept = blocks * layer_kept_bytes(config, context, width, flash, recompute)
+    kept += (config.layers - blocks) * layer_saved_bytes(config, context, width, flash)
     return batch * context * (kept + ends_saved_bytes(config, width))
 
 

@@ -62,7 +62,7 @@ class Faster:
 
     def sentence(self, advised: str, model_options: str) -> str:
         return (
-            f"faster by {self.gain:.0%}: {NAMES[self.strategy]} with recompute {self.job.recompute}, "
+            f"faster by {self.gain:.0%}: {NAMES[self.strategy]} with recompute {self.job.recompute_words}, "
             f"{duration(self.step_seconds)} a step against {duration(self.advised_seconds)} of {NAMES[advised]}: "
             f"{fit_command(self.job, self.strategy, model_options)}"
         )
@@ -79,6 +79,7 @@ def fit_command(job: Job, strategy: str, model_options: str) -> str | None:
         f"lit-gpt-dist fit {model_options} --data.global_batch {job.global_batch} --data.micro_batch {job.micro_batch}",
         f"--trainer.precision {job.precision} --model.recompute {job.recompute}",
     ]
+    options += [f"--model.recompute_blocks {job.recompute_blocks}"] if job.recompute_blocks is not None else []
     if strategy != "single":
         own = [] if job.no_sync else ["--trainer.strategy.no_sync false"]
         own += [f"--trainer.strategy.units {job.units}"] if strategy in SHARDED and job.units != "auto" else []
@@ -142,15 +143,21 @@ def fitting(job: Job, strategy: str) -> tuple[Job, Estimate] | None:
     if plan.impossible:
         return None
     reductions = (job.no_sync, False) if strategy in SHARDED else (job.no_sync,)
-    levels: tuple[Recompute, ...] = get_args(Recompute)
-    for no_sync, recompute in ((n, r) for n in reductions for r in levels[levels.index(job.recompute) :]):
-        asked = replace(job, no_sync=no_sync, recompute=recompute)
+    for no_sync, more in ((n, m) for n in reductions for m in with_more_recomputation(job)):
+        asked = replace(more, no_sync=no_sync)
         smaller = asked.with_micro_batch(largest_dividing_micro_batch(asked, plan) or job.micro_batch)
         for candidate in (asked, smaller):
             found = estimate(candidate, strategy)
             if found.fits and not found.impossible:
                 return candidate, found
     return None
+
+
+def with_more_recomputation(job: Job) -> list[Job]:
+    """The job as given, then in all blocks where it was asked for in some, then by each kind that keeps less."""
+    kinds: tuple[Recompute, ...] = get_args(Recompute)
+    stronger = kinds[kinds.index(job.recompute) + (job.recompute_blocks is None) :]
+    return [job, *(replace(job, recompute=kind, recompute_blocks=None) for kind in stronger)]
 
 
 def smallest_change_for_one_card(job: Job) -> tuple[Job | None, list[str]]:
@@ -164,9 +171,9 @@ def smallest_change_for_one_card(job: Job) -> tuple[Job | None, list[str]]:
     elif not as_asked.fits:
         lines.append(f"one card as asked: {gib(as_asked.peak_bytes)} of {gib(job.usable_bytes)} usable")
     if found is None:
-        smallest = estimate(replace(alone, micro_batch=1, recompute="full"), "single")
+        smallest = estimate(replace(alone, micro_batch=1, recompute="full", recompute_blocks=None), "single")
         lines.append(f"accumulation and recomputation: one window at a time still needs {gib(smallest.peak_bytes)}")
-    elif found[0].recompute != job.recompute:
+    elif found[0].recompute_words != job.recompute_words:
         lines.append("accumulation alone: no micro-batch fits without more recomputation")
     if found is not None and job.world > 1:
         lines.append(f"one card: fits, but leaves {job.world - 1} of {job.world} cards idle")
@@ -174,9 +181,10 @@ def smallest_change_for_one_card(job: Job) -> tuple[Job | None, list[str]]:
 
 
 def one_card_reason(job: Job, chosen: Job) -> str:
-    if chosen.recompute != job.recompute:
+    if chosen.recompute_words != job.recompute_words:
         cost = "about 30% more time" if chosen.recompute == "full" else "no product twice"
-        return f"one card holds it with recompute {chosen.recompute} ({cost}) and micro-batches of {chosen.micro_batch}"
+        kind = chosen.recompute if job.recompute_blocks is None else f"{chosen.recompute} in all blocks"
+        return f"one card holds it with recompute {kind} ({cost}) and micro-batches of {chosen.micro_batch}"
     if chosen.micro_batch != job.micro_batch:
         return f"one card holds it with accumulation over micro-batches of {chosen.micro_batch}, which costs next to nothing"
     return "one card holds it: nothing to send, nothing to recompute"
@@ -201,7 +209,10 @@ def consider(job: Job, strategy: str) -> tuple[Job | None, str]:
 def why_too_large(job: Job, strategy: str) -> str:
     asked = estimate(job, strategy)
     least = estimate(
-        replace(job, micro_batch=1, recompute="full", no_sync=job.no_sync and strategy not in SHARDED), strategy
+        replace(
+            job, micro_batch=1, recompute="full", recompute_blocks=None, no_sync=job.no_sync and strategy not in SHARDED
+        ),
+        strategy,
     )
     if least.impossible:
         return least.impossible
@@ -215,7 +226,7 @@ def chosen_reason(job: Job, chosen: Job, strategy: str) -> str:
         f"{NAMES[strategy]} is the cheapest that fits: {gib(found.peak_bytes)} of {gib(chosen.usable_bytes)} usable"
     )
     if chosen.recompute != "none":
-        reason += f", with recompute {chosen.recompute}"
+        reason += f", with recompute {chosen.recompute_words}"
     if chosen.micro_batch != job.micro_batch:
         reason += f", in micro-batches of {chosen.micro_batch}"
     if job.no_sync and not chosen.no_sync:

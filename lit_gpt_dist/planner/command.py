@@ -77,7 +77,7 @@ def print_all(
         for figure in FIGURES:
             console.print("\n".join(explain(job, estimates[0], figure)), highlight=False, markup=False, soft_wrap=True)
         return
-    render.activation_table(activation_choices(job)).print_to(console)
+    render.activation_table(job, activation_choices(job)).print_to(console)
     possible = [found for found in estimates if not found.impossible]
     limits = [
         (found, largest_micro_batch(job, found.layout, found.accumulate), largest_model_parameters(job, found.layout))
@@ -92,16 +92,16 @@ def print_all(
 def activation_choices(job: Job) -> list[tuple[str, list[float]]]:
     """Bytes under each kind of recomputation, with and without flash attention; with the block that is whole again."""
     width = strategy_widths(job, estimate(dataclasses.replace(job, devices=1, nodes=1), "single").layout)
+    blocks = job.model.layers if job.recompute_blocks is None else job.recompute_blocks
     rows = []
     for name, flash in (("flash", True), ("not flash", False)):
         found = []
         for recompute in get_args(Recompute):
             layer = activations.layer_saved_bytes(job.model, job.context, width, flash)
             kept = activations.layer_kept_bytes(job.model, job.context, width, flash, recompute)
-            again = job.micro_batch * job.context * activations.computed_again_bytes(layer, kept, recompute)
-            found.append(
-                again + activations.saved_bytes(job.model, job.micro_batch, job.context, width, flash, recompute)
-            )
+            saved = activations.saved_bytes(job.model, job.micro_batch, job.context, width, flash, recompute, blocks)
+            again = activations.computed_again_bytes(layer, kept, recompute) if blocks == job.model.layers else 0.0
+            found.append(saved + job.micro_batch * job.context * again)
         rows.append((name, found))
     return rows
 
@@ -193,6 +193,7 @@ def as_json(job: Job, estimates: list[Estimate], advice: Advice, more: dict[str,
         "strategies": {found.strategy: estimate_json(job, found) for found in estimates},
         "advice": {"strategy": advice.strategy, "reason": advice.reason, "ruled_out": advice.ruled_out, "notes": advice.notes,
                    "micro_batch": advice.job.micro_batch, "recompute": advice.job.recompute,
+                   "recompute_blocks": advice.job.recompute_blocks,
                    "faster": advice.faster and faster_json(advice.faster)},
         **more["figures"],
     }  # fmt: skip
@@ -200,6 +201,7 @@ def as_json(job: Job, estimates: list[Estimate], advice: Advice, more: dict[str,
 
 def faster_json(faster: Faster) -> dict[str, Any]:
     return {"strategy": faster.strategy, "micro_batch": faster.job.micro_batch, "recompute": faster.job.recompute,
+            "recompute_blocks": faster.job.recompute_blocks,
             "step_seconds": faster.step_seconds, "advised_step_seconds": faster.advised_seconds}  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lit_gpt_dist.errors import UserError
-from lit_gpt_dist.model.config import PRESETS, GPTConfig, Recompute, preset
+from lit_gpt_dist.model.config import PRESETS, GPTConfig, Recompute, describe_recompute, preset
 from lit_gpt_dist.planner.calibration import Calibration
 from lit_gpt_dist.planner.estimate import Estimate, estimate
 from lit_gpt_dist.planner.hardware import GIB, MIB, Link, device_by_name
@@ -24,9 +24,14 @@ class Comparison:
     size: str
     micro: int
     recompute: str
+    recompute_blocks: int | None
     memory_gib: tuple[float, float] | None
     step_ms: tuple[float, float] | None
     why: str = ""
+
+    @property
+    def recompute_words(self) -> str:
+        return describe_recompute(self.recompute, self.recompute_blocks)
 
 
 def miss(pair: tuple[float, float] | None) -> float | None:
@@ -128,6 +133,7 @@ def job_of(line: dict[str, Any], calibration: Calibration | None, link: Link) ->
         precision=planned_precision(line),
         autocast=line.get("precision") == "16-mixed",
         recompute=planned_recompute(line),
+        recompute_blocks=line.get("recompute_blocks"),
         execution=execution_of(line),
         no_sync=line.get("no_sync") is not False,
         reshard_after_forward=line.get("reshard_after_forward") is not False,
@@ -174,13 +180,14 @@ def planned_precision(line: dict[str, Any]) -> Precision:
 
 
 def compare_line(line: dict[str, Any], calibration: Calibration | None, link: Link) -> Comparison:
-    fields = {name: line.get(name) for name in ("tag", "mode", "size", "micro", "recompute")}
+    fields = {name: line.get(name) for name in ("tag", "mode", "size", "micro", "recompute", "recompute_blocks")}
     head = (
         str(fields["tag"]),
         str(fields["mode"]),
         str(fields["size"]),
         int(fields["micro"] or 0),
         str(fields["recompute"] or "none"),
+        fields["recompute_blocks"],
     )
     if (line.get("status") or "ok") != "ok":
         return Comparison(*head, None, None, f"the run ended as {line['status']}")

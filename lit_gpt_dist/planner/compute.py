@@ -85,17 +85,26 @@ OPERATIONS_ENDS = 30  # embedding, final norm, head, loss
 
 
 def micro_seconds(
-    config: GPTConfig, batch: int, context: int, width: Widths, rates: Rates, execution: str, recompute: Recompute
+    config: GPTConfig,
+    batch: int,
+    context: int,
+    width: Widths,
+    rates: Rates,
+    execution: str,
+    recompute: Recompute,
+    share: float = 1.0,
 ) -> MicroTime:
-    """Calibrated time of one micro-batch; ``execution`` is eager, compiled or graph (no launches left)."""
+    """Calibrated time of one micro-batch; ``execution`` is eager, compiled or graph (no launches left); ``share`` of the blocks is
+    recomputed."""
     tokens = batch * context
     compiled = execution != "eager"
-    again = RECOMPUTE_FACTOR if recompute == "full" else 1.0
-    attention_again = RECOMPUTE_FACTOR if recompute == "selective" and config.dropout > 0 else again
-    pointwise_again = RECOMPUTE_FACTOR if recompute != "none" else 1.0
+    once_more = recompute_factor(share)
+    again = once_more if recompute == "full" else 1.0
+    attention_again = once_more if recompute == "selective" and config.dropout > 0 else again
+    pointwise_again = once_more if recompute != "none" else 1.0
     head = 6.0 * config.vocab_size * config.width
     flops = flops_per_token(config, context)
-    products_again = 1 + products_recomputed(config) / 3 if recompute == "full" else 1.0
+    products_again = 1 + share * products_recomputed(config) / 3 if recompute == "full" else 1.0
     products = tokens * ((flops.six_n - head) * products_again + head) / rates.matmul_at(config.width)
     attention = (
         tokens * (flops.half_attention - flops.six_n) * ATTENTION_REDONE * attention_again / rates.attention_flops
@@ -112,6 +121,11 @@ def micro_seconds(
     launches = 0.0 if execution == "graph" else operations * rates.launch_seconds
     device = products + attention + traffic + kernels
     return MicroTime(products, attention, traffic, kernels, launches, max(device, launches))
+
+
+def recompute_factor(share: float) -> float:
+    """By how much a block's forward and backward become more, over all blocks, where ``share`` of them are recomputed."""
+    return 1 + share * (RECOMPUTE_FACTOR - 1)
 
 
 def products_recomputed(config: GPTConfig) -> float:
@@ -154,6 +168,8 @@ def optimizer_seconds(parameters: float, state_bytes: float, weight_bytes: float
     return parameters * (clipping + update) / copy_bandwidth
 
 
-def assumed_micro_seconds(flops: float, tokens: float, peak_flops: float, mfu: float, recompute: Recompute) -> float:
+def assumed_micro_seconds(
+    flops: float, tokens: float, peak_flops: float, mfu: float, recompute: Recompute, share: float = 1.0
+) -> float:
     """Model FLOPs over peak × MFU; full recomputation costs one more forward on top. What selective costs is no FLOPs to speak of."""
-    return flops * tokens / (peak_flops * mfu) * (RECOMPUTE_FACTOR if recompute == "full" else 1.0)
+    return flops * tokens / (peak_flops * mfu) * (recompute_factor(share) if recompute == "full" else 1.0)

@@ -102,14 +102,17 @@ def micro_compute_seconds(job: Job, plan: Layout) -> float | None:
     width = strategy_widths(job, plan)
     divided = plan.tensor * plan.stages
     if rates := job.rates:
-        timed = compute.micro_seconds(
-            job.model, job.micro_batch, job.context, width, rates, job.execution, job.recompute
+        parts = compute.micro_seconds(
+            job.model, job.micro_batch, job.context, width, rates, job.execution, job.recompute, job.share_recomputed
         )
-        return timed.total / divided
+        return parts.total / divided
     if job.device.peak_flops is None or job.precision == "32-true":  # the peaks listed are of bf16
         return None
     flops, tokens = flops_per_token(job.model).palm, job.micro_batch * job.context
-    return compute.assumed_micro_seconds(flops, tokens, job.device.peak_flops, job.mfu, job.recompute) / divided
+    timed = compute.assumed_micro_seconds(
+        flops, tokens, job.device.peak_flops, job.mfu, job.recompute, job.share_recomputed
+    )
+    return timed / divided
 
 
 def optimizer_step_seconds(job: Job, plan: Layout) -> float:

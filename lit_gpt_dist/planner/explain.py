@@ -6,7 +6,7 @@ from dataclasses import replace
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.flops import flops_per_token
 from lit_gpt_dist.planner import activations, time
-from lit_gpt_dist.planner.compute import RECOMPUTE_FACTOR
+from lit_gpt_dist.planner.compute import recompute_factor
 from lit_gpt_dist.planner.estimate import (
     HIDDEN_COST,
     Estimate,
@@ -89,7 +89,7 @@ def activation_lines(job: Job, found: Estimate) -> list[str]:
     layer = activations.layer_saved_bytes(model, job.context, width, job.flash)
     attention = activations.attention_saved_bytes(model, job.context, width, job.flash)
     kept = activations.layer_kept_bytes(model, job.context, width, job.flash, job.recompute)
-    tokens = job.micro_batch * job.context
+    tokens, again = job.micro_batch * job.context, job.blocks_recomputed
     lines = [
         f"compute values {width.compute} bytes, residual stream {width.residual} bytes; h = {model.width}, f = {model.ff_width}",
         f"a layer saves {layer:,.0f} bytes a token ({layer / model.width:.2f}·h): attention {attention:,.0f}, "
@@ -98,12 +98,13 @@ def activation_lines(job: Job, found: Estimate) -> list[str]:
     if job.recompute != "none":
         left = "products" if model.dropout > 0 else "products and attention"
         what = "its input only" if job.recompute == "full" else f"its input and what {left} left"
-        lines.append(f"recomputed: a block keeps {what}, {kept:,.0f} bytes a token")
+        which = "a block" if job.recompute_blocks is None else f"each of the first {again} of {model.layers} blocks"
+        lines.append(f"recomputed: {which} keeps {what}, {kept:,.0f} bytes a token")
     ends = activations.ends_saved_bytes(model, width)
-    lines.append(
-        f"tokens {job.micro_batch} × {job.context} = {tokens:,}; × ({model.layers} layers × {kept:,.0f} + ends {ends:,.0f})"
-    )
-    lines.append(f"  = {tokens * (model.layers * kept + ends) / GIB:.3f} GiB")
+    parts = [(again, kept), (model.layers - again, layer)]
+    blocks = " + ".join(f"{count} layers × {size:,.0f}" for count, size in parts if count)
+    lines.append(f"tokens {job.micro_batch} × {job.context} = {tokens:,}; × ({blocks} + ends {ends:,.0f})")
+    lines.append(f"  = {tokens * (sum(count * size for count, size in parts) + ends) / GIB:.3f} GiB")
     lines.append(f"at the peak ({found.footprint.moment}): {found.footprint.kinds['activations'] / GIB:.3f} GiB")
     return lines
 
@@ -170,7 +171,8 @@ def compute_lines(job: Job, found: Estimate) -> list[str]:
         )
     else:
         assert job.device.peak_flops
-        extra = f" × {RECOMPUTE_FACTOR:.2f} (recomputation)" if job.recompute == "full" else ""
+        factor = recompute_factor(job.share_recomputed)
+        extra = f" × {factor:.2f} (recomputation)" if job.recompute == "full" else ""
         lines.append(
             f"{flops.palm:,} × {tokens:,} tokens / ({job.device.peak_flops:.3g} × assumed MFU {job.mfu:g}){extra}"
         )

@@ -3,7 +3,7 @@
 A step has three moments that can be the peak:
 
 * *loss*: the forward of a micro-batch has ended, every kept activation and the logits are alive;
-* *backward*: logits are gone, the last block is whole (again, under recomputation) and gradients pass through it;
+* *backward*: logits are gone, the last block is whole (again, if it is recomputed) and gradients pass through it;
 * *end*: backward reaches the first block, every gradient exists.
 
 Gradients before the end: none for a single card without accumulation (they are freed by ``zero_grad``); all of
@@ -157,12 +157,11 @@ def copy_bytes(job: Job, plan: Layout, moment: str, accumulate: int) -> float:
         return 0.0
     head = job.model.vocab_size * job.model.width
     block = (job.model.matmul_parameters() - head) / job.model.layers
-    live = {"loss": head + block * job.model.layers, "backward": block * job.model.layers, "end": block}[moment]
+    graphs = job.model.layers - job.blocks_recomputed
+    live = {"loss": head + block * graphs, "backward": block * max(1, graphs), "end": block}[moment]
     second_backward = 2 if moment == "backward" else 1  # the first that starts with gradients and the cache
-    if job.autocast and accumulate > second_backward:
+    if job.autocast and (accumulate > second_backward or moment == "loss"):
         live = job.model.matmul_parameters()
-    elif job.recompute != "none" and (moment == "backward" or not job.autocast):
-        live = head if moment == "loss" else block
     return width.compute * live / (plan.tensor * plan.stages)
 
 
@@ -181,12 +180,26 @@ def activation_bytes(job: Job, plan: Layout, accumulate: int, moment: str) -> fl
     if moment == "end":  # the first block's activations make room for its own gradients
         gradients = state_bytes_per_parameter(job.precision, job.optimizer).gradients
         return max(0.0, layer + passing - gradients * block_parameters(model) / plan.gradient_shards)
-    blocks = model.layers
-    if plan.stages > 1:  # one forward, one backward: the first stage holds as many as there are stages (Narayanan 2019)
-        blocks = min(plan.stages, accumulate) * -(-model.layers // plan.stages)
     if moment == "loss":
-        return blocks * kept + tokens * ends_saved_bytes(model, width)
-    return blocks * kept + computed_again_bytes(layer, kept, job.recompute) + passing + tokens * TOKEN_BYTES
+        return blocks_bytes(job, plan, accumulate, layer, kept, 0.0) + tokens * ends_saved_bytes(model, width)
+    again = computed_again_bytes(layer, kept, job.recompute)
+    return blocks_bytes(job, plan, accumulate, layer, kept, again) + passing + tokens * TOKEN_BYTES
+
+
+def blocks_bytes(job: Job, plan: Layout, accumulate: int, layer: float, kept: float, again: float) -> float:
+    """Of the stage that holds most: ``layer`` bytes of a block, ``kept`` of the first ones, which are recomputed; and ``again`` where
+    backward begins with one of those.
+
+    One forward, one backward: the first stage holds as many micro-batches as there are stages (Narayanan 2019), the next one less.
+    """
+    per_stage = -(-job.model.layers // plan.stages)
+    found = []
+    for stage, first in enumerate(range(0, job.model.layers, per_stage)):
+        blocks = min(per_stage, job.model.layers - first)
+        recomputed = min(blocks, max(0, job.blocks_recomputed - first))
+        held = min(plan.stages - stage, accumulate) * (recomputed * kept + (blocks - recomputed) * layer)
+        found.append(held + (again if recomputed == blocks else 0.0))
+    return max(found)
 
 
 def passing_bytes(config: GPTConfig, width: Widths) -> float:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lit_gpt_dist.errors import UserError
-from lit_gpt_dist.model.config import GPTConfig, Recompute
+from lit_gpt_dist.model.config import GPTConfig, Recompute, check_recompute_blocks, describe_recompute
 from lit_gpt_dist.planner.calibration import Calibration
 from lit_gpt_dist.planner.compute import Rates
 from lit_gpt_dist.planner.hardware import GIB, UNKNOWN_LINK, Device, Link
@@ -38,6 +38,7 @@ class Job:
     precision: Precision = "bf16-mixed"
     optimizer: str = "adamw"
     recompute: Recompute = "none"
+    recompute_blocks: int | None = None  # of how many blocks, the first; None: of all
     flash: bool = True
     execution: Execution = "eager"
     overlap: bool = True
@@ -55,6 +56,7 @@ class Job:
         for name in ("devices", "nodes", "global_batch", "micro_batch"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        check_recompute_blocks(self.recompute, self.recompute_blocks, self.model.layers)
         if not 0 < self.mfu <= 1:
             raise UserError(f"mfu {self.mfu} is not a share; give a number above 0 and at most 1")
         if self.reserve_bytes < 0:
@@ -69,6 +71,21 @@ class Job:
     def bucket(self) -> float:
         """Bytes of gradients that DDP sends at once."""
         return self.bucket_bytes or (DDP_BUCKET_BYTES if self.execution == "eager" else COMPILED_BUCKET_BYTES)
+
+    @property
+    def blocks_recomputed(self) -> int:
+        if self.recompute == "none":
+            return 0
+        return self.model.layers if self.recompute_blocks is None else self.recompute_blocks
+
+    @property
+    def share_recomputed(self) -> float:
+        """Of the blocks."""
+        return self.blocks_recomputed / self.model.layers
+
+    @property
+    def recompute_words(self) -> str:
+        return describe_recompute(self.recompute, self.recompute_blocks, self.model.layers)
 
     @property
     def world(self) -> int:

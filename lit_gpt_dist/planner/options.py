@@ -105,6 +105,7 @@ def add_training(options: ToolParser) -> None:
     )
     training.add_argument("--optimizer", choices=list(MOMENTS), default="adamw", help="sgd is SGD with momentum")
     training.add_argument("--recompute", choices=get_args(Recompute), default="none")
+    training.add_argument("--recompute_blocks", type=int, help="of how many blocks, the first; by default all")
     training.add_argument("--flash", type=truth, default=True, help="fused attention: on or off")
     training.add_argument(
         "--execution",
@@ -211,6 +212,7 @@ def job_from(options: argparse.Namespace) -> Job:
         options.precision,
         options.optimizer,
         options.recompute,
+        options.recompute_blocks,
         options.flash,
         options.execution,
         options.overlap,

@@ -94,10 +94,13 @@ def limits_table(rows: Iterable[tuple[Estimate, int | None, float | None]]) -> T
     return Table("Limits", headers, cells, left=("strategy",))
 
 
-def activation_table(rows: Iterable[tuple[str, list[float]]]) -> Table:
+def activation_table(job: Job, rows: Iterable[tuple[str, list[float]]]) -> Table:
     cells = [[name, *(number(each, GIB, 2) for each in found)] for name, found in rows]
     headers = ("attention", "kept", "recompute selective", "recompute full")
-    return Table("Activations of one micro-batch on one card, GiB", headers, cells, left=("attention",))
+    where = (
+        "" if job.recompute_blocks is None else f", recomputed in {job.blocks_recomputed} of {job.model.layers} blocks"
+    )
+    return Table(f"Activations of one micro-batch on one card{where}, GiB", headers, cells, left=("attention",))
 
 
 def heading(job: Job, size: str) -> list[str]:
@@ -106,7 +109,7 @@ def heading(job: Job, size: str) -> list[str]:
         f"{size}: {model.parameters() / 1e6:,.1f}M parameters, {model.layers} layers, width {model.width}, "
         f"context {model.context}, vocabulary {model.vocab_size:,}",
         f"{job.nodes} × {job.devices} {job.device.name}, link {job.link.name} ({job.link.source}), {job.precision}, {job.optimizer}, "
-        f"recompute {job.recompute}, {job.execution}; global batch {job.global_batch} windows, micro {job.micro_batch}",
+        f"recompute {job.recompute_words}, {job.execution}; global batch {job.global_batch} windows, micro {job.micro_batch}",
     ]
     if job.calibration and job.rates:
         lines.append(f"rates measured on {job.calibration.device}, {job.calibration.when}")
@@ -181,7 +184,7 @@ def comparison_table(comparisons: Iterable[Comparison]) -> Table:
     for one in comparisons:
         memory, step = one.memory_gib or (None, None), one.step_ms or (None, None)
         rows.append([
-            escape(one.tag), escape(one.mode), escape(one.size), str(one.micro), escape(one.recompute),
+            escape(one.tag), escape(one.mode), escape(one.size), str(one.micro), escape(one.recompute_words),
             number(memory[0], digits=2), number(memory[1], digits=2), marked(one.memory_gib, MISS_ALLOWED["memory"]),
             number(step[0]), number(step[1]), marked(one.step_ms, MISS_ALLOWED["step"]),
         ])  # fmt: skip

@@ -46,7 +46,8 @@ def _switched_field(case: Case, plain: dict[tuple, Case]) -> Case | None:
         if rest == (*model(other), other.device, other.mode, other.world, other.micro, other.accum):
             # one switch at a time, and the one that the variant names; units bring how the model is compiled with them
             named = run.variant.replace("units", "compile")
-            differing = [f for f in ("precision", "recompute", "compile") if getattr(run, f) != getattr(other, f)]
+            fields = ("precision", "recompute", "recompute_blocks", "compile")
+            differing = [f for f in fields if getattr(run, f) != getattr(other, f)]
             if len(differing) <= 1 and all(field in named for field in differing):
                 return base
     return None

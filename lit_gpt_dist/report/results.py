@@ -44,6 +44,7 @@ class Run:
     seed: int | None = None
     precision: str = "32-true"
     recompute: str = "none"
+    recompute_blocks: int | None = None  # None: all
     compile: str = "none"
     bucket_cap_mb: float | None = None
     device: str = "unknown"
@@ -203,6 +204,7 @@ def _is_object(value: object) -> bool:
 # names, what holds for their values, and that in words
 _OPTIONAL: tuple[tuple[tuple[str, ...], Callable[[object], bool], str], ...] = (
     (("global_batch", "context", "tokens_per_step", "params", "vocab"), _is_count, "a whole number of at least 1"),
+    (("recompute_blocks",), _is_count, "a whole number of at least 1"),
     (("seed", "round"), _is_whole, "a whole number"),
     (("mem_gib", "host_gib", "mfu", "mfu_half_attention"), _is_finite, "a finite number"),
     (("communication_share", "bucket_cap_mb", "dropout"), _is_finite, "a finite number"),

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from lit_gpt_dist.model.config import describe_recompute
 from lit_gpt_dist.planner.hardware import MIB
 from lit_gpt_dist.planner.job import COMPILED_BUCKET_BYTES, DDP_BUCKET_BYTES
 from lit_gpt_dist.report.names import unusual_shape
@@ -57,7 +58,7 @@ def describe_options(run: Run) -> str:
     compiled = "compile" if run.compile == "yes" else f"compile {run.compile}"
     parts = [run.precision, *([f"dropout {run.dropout:g}"] if run.dropout else [])]
     if run.recompute not in ("none", ""):
-        parts.append(f"recompute {run.recompute}")
+        parts.append(f"recompute {describe_recompute(run.recompute, run.recompute_blocks)}")
     if is_compiled(run):
         parts.append(compiled)
     if run.variant:
@@ -103,7 +104,7 @@ def model(run: Run) -> tuple:
 
 def arithmetic(run: Run) -> tuple:
     """What two runs must share to differ in nothing but their strategy, cards and batch."""
-    return *model(run), run.precision, run.recompute, run.compile, run.device
+    return *model(run), run.precision, run.recompute, run.recompute_blocks, run.compile, run.device
 
 
 def case_key(run: Run) -> tuple:
@@ -149,7 +150,7 @@ def strategy_order(name: str) -> tuple[int, str]:
 
 
 def _reading_order(run: Run) -> tuple:
-    options = (run.precision, run.recompute, run.compile, run.variant)
+    options = (run.precision, run.recompute, run.recompute_blocks or 0, run.compile, run.variant)
     return (
         run.params or 0,
         run.size,
@@ -210,7 +211,7 @@ class Bases:
 
 
 def _comparable(run: Run) -> tuple:
-    return *model(run), run.precision, run.recompute, is_compiled(run), run.device
+    return *model(run), run.precision, run.recompute, run.recompute_blocks, is_compiled(run), run.device
 
 
 def _base(case: Case, alone: Sequence[Case]) -> Case | None:

@@ -36,6 +36,10 @@ OPTIONS = {
     "text for yes or no": (["--export", "maybe"], ["export maybe", "true or false"]),
     "a negative rate": (["--optim.lr", "-1"], ["optim.lr -1", "above 0"]),
     "an unknown choice": (["--model.recompute", "half"], ["model.recompute half", "none, selective, full"]),
+    "blocks that are not there": (
+        ["--model.recompute", "full", "--model.recompute_blocks", "3"],
+        ["recompute_blocks is 3", "2 layers", "leave it out"],
+    ),
     "an unknown size": (["--model.size", "babby"], ["babby", "gpt2-124m", "did you mean baby?"]),
     "an unknown strategy": (["--trainer.strategy", "fdsp"], ["'fdsp'", "did you mean fsdp2?"]),
     "an unknown strategy class": (["--trainer.strategy", "lit_gpt_dist.parallel.FSDP3"], ["FSDP3", "does not exist"]),

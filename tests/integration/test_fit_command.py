@@ -9,7 +9,7 @@ from helpers.training import worst
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 FIELDS = (
     "tag mode size world accum micro global_batch context step_ms tok_s mem_gib host_gib losses start val_loss seed precision "
-    "recompute bucket_cap_mb units params tokens_per_step mfu mfu_half_attention device corpus corpus_hash git_revision versions "
+    "recompute recompute_blocks bucket_cap_mb units params tokens_per_step mfu mfu_half_attention device corpus corpus_hash git_revision versions "
     "time command"
 )
 
@@ -59,11 +59,13 @@ def test_results_line_has_its_fields_and_its_rates_agree(text: Path, tmp_path: P
 
 
 def test_start_and_end_say_what_decides_the_run_and_what_to_type_next(text: Path, tmp_path: Path) -> None:
-    ended = fit(text, tmp_path, "--data.global_batch", "16", "--tag", "seen", "--sample_tokens", "20")
+    some = ("--model.recompute", "selective", "--model.recompute_blocks", "1")
+    ended = fit(text, tmp_path, "--data.global_batch", "16", "--tag", "seen", "--sample_tokens", "20", *some)
     said = " ".join(ended.out.split())
     assert "global 16 = micro 4 × accumulate 4 × 1 rank; 512 tokens per step" in said
     for word in (
         "105.5K parameters",
+        "recompute selective in 1 of 2 blocks",
         "tokens/s",
         "GiB",
         "results.jsonl",

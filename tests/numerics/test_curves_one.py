@@ -73,6 +73,9 @@ def test_accumulation_and_recomputation_do_not_change_the_curve_of_one_process()
     reference = losses(replace(ONE, precision=FP64))
     for change in (dict(micro_batch=16), dict(micro_batch=1), dict(recompute="selective"), dict(recompute="full")):
         assert worst(losses(replace(ONE, precision=FP64, **change)), reference) <= TOLERANCE[FP64]
+    for kind in ("selective", "full"):
+        in_one_block = replace(ONE, precision=FP64, recompute=kind, model=ONE.model | dict(recompute_blocks=1))
+        assert losses(in_one_block) == reference, "to the last bit"
 
 
 def test_dropout_and_the_llama_shape_follow_the_curve_on_any_layout_of_the_same_micro_batches() -> None:

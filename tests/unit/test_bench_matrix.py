@@ -10,7 +10,7 @@ from lit_gpt_dist.bench.case import Case, Setting, case_hash, fit_arguments
 from lit_gpt_dist.bench.command import main
 from lit_gpt_dist.bench.matrix import ABLATIONS, SHARDED, Machine, Matrix, add_ablations, expand, split_batch
 from lit_gpt_dist.bench.options import merged_options
-from lit_gpt_dist.bench.runner import interleaved, time_left
+from lit_gpt_dist.bench.runner import Runner, interleaved, time_left
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.parallel.sharded import FSDP2
 
@@ -186,6 +186,27 @@ def test_names_of_folders_tell_cases_apart():
     )
     add_ablations(found, ABLATIONS, CPU)
     assert len({case.name for case in found.cases}) == len(found.cases)
+
+
+def test_recomputation_in_some_blocks_is_a_case_of_its_own_that_tells_fit_both_options(tmp_path):
+    kinds = merged_options({"recompute": "selective,selective:6,full:6"})["recompute"]
+    cases = expand(Matrix(sizes=("big",), strategies=("ddp",), recompute=kinds), CPU).cases
+    assert [case.name.partition("_recompute-")[2] for case in cases] == ["selective", "selective-6", "full-6"]
+    words = [" ".join(fit_arguments(case, Setting(), "folder", "tag")) for case in cases]
+    assert "--model.recompute selective --model.recompute_blocks 6" in words[1]
+    assert "recompute_blocks" not in words[0]
+    lines = [Runner(tmp_path, [], Setting(), {}, 1.0).line(case, 0) for case in cases]
+    assert [(line["recompute"], line.get("recompute_blocks")) for line in lines] == [
+        ("selective", None),
+        ("selective", 6),
+        ("full", 6),
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["half", "half:6", "none:6", "full:0", "full:", "full:1.5", "selective:-2"])
+def test_recomputation_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(UserError, match=f"^recompute {wrong} "):
+        merged_options({"recompute": f"full,{wrong}"})
 
 
 def test_rounds_are_interleaved_and_every_second_goes_backwards():

@@ -236,7 +236,8 @@ def test_monitor_options_are_checked() -> None:
 def test_remedies_for_missing_memory_come_cheapest_first_and_leave_out_what_is_in_use() -> None:
     plan = SimpleNamespace(micro_batch=8, global_batch=32, ranks=2)
     trainer = SimpleNamespace(datamodule=SimpleNamespace(plan=plan), strategy=DDP(), precision="bf16-mixed")
-    module = SimpleNamespace(recompute="none", device=torch.device("cpu"), config=SimpleNamespace(context=64))
+    shape = SimpleNamespace(context=64, layers=24)
+    module = SimpleNamespace(recompute="none", recompute_blocks=None, device=torch.device("cpu"), config=shape)
     found = remedies(trainer, module)
     asked = [
         "--data.micro_batch 4",
@@ -250,6 +251,12 @@ def test_remedies_for_missing_memory_come_cheapest_first_and_leave_out_what_is_i
     assert not any("selective" in text for text in remedies(trainer, module)), "it would be refused"
     trainer.strategy, module.recompute = FSDP2(), "full"
     assert not any("--trainer.strategy" in text or "--model.recompute" in text for text in remedies(trainer, module))
+    module.recompute_blocks = 16
+    assert [text.partition(":")[0] for text in remedies(trainer, module) if "recompute" in text] == [
+        "--model.recompute_blocks 24 instead of 16"
+    ]
+    module.recompute_blocks = 24
+    assert not any("recompute" in text for text in remedies(trainer, module))
     trainer.strategy = FSDP2(units="model")
     assert remedies(trainer, module)[1].startswith("--trainer.strategy fsdp2 --trainer.strategy.units blocks")
 

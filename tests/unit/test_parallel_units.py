@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.model.config import GPTConfig
+from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.parallel import DDP, FSDP2, HSDP, replicated, sharded
-from lit_gpt_dist.parallel.recompute import check_recompute
+from lit_gpt_dist.parallel.recompute import check_recompute, set_recompute
 
 LARGEST = 2**15  # bytes of weights that are gathered at once
 
@@ -100,10 +102,31 @@ def test_units_that_mean_nothing_are_refused(kind):
 
 
 def test_selective_recomputation_is_refused_where_its_casts_are_cached():
-    check_recompute("selective", "bf16-mixed")
-    check_recompute("full", "16-mixed")
+    check_recompute("selective", "bf16-mixed", None, 2)
+    check_recompute("full", "16-mixed", None, 2)
     with pytest.raises(UserError, match="use bf16-mixed, or recompute full"):
-        check_recompute("selective", "16-mixed")
+        check_recompute("selective", "16-mixed", None, 2)
+
+
+def test_so_many_blocks_are_recomputed_the_first():
+    model = GPT(GPTConfig(layers=3))
+    for blocks, kinds in ((None, ["full"] * 3), (3, ["full"] * 3), (1, ["full", "none", "none"])):
+        set_recompute(model, "full", blocks)
+        assert [block.recompute for block in model.blocks] == kinds
+
+
+@pytest.mark.parametrize(
+    ("mode", "blocks", "words"),
+    [
+        ("none", 1, "recompute_blocks is 1, but recompute is none; give recompute selective or full"),
+        ("full", 0, "recompute_blocks is 0, but must be at least 1 and at most the model's 2 layers; leave it out"),
+        ("selective", 3, "recompute_blocks is 3, but must be at least 1 and at most the model's 2 layers"),
+    ],
+)
+def test_blocks_of_which_nothing_would_be_recomputed_or_that_are_not_there_are_refused(mode, blocks, words):
+    check_recompute("full", "bf16-mixed", 2, 2)
+    with pytest.raises(UserError, match=words):
+        check_recompute(mode, "bf16-mixed", blocks, 2)
 
 
 def overlaps(**options):

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from lit_gpt_dist.model.config import GPTConfig, preset
 from lit_gpt_dist.model.gpt import GPT
+from lit_gpt_dist.parallel.recompute import set_recompute
 from lit_gpt_dist.planner.activations import FP32_BYTES, Widths, layer_saved_bytes, saved_bytes, widths
 from lit_gpt_dist.planner.estimate import estimate
 from lit_gpt_dist.planner.hardware import DEVICES, GIB, Device
@@ -125,13 +126,14 @@ class PeakMemory(TorchDispatchMode):
         return result
 
 
-def peak_of_a_step(config: GPTConfig, micro: int, accumulate: int, precision: str, recompute: str) -> int:
+def peak_of_a_step(
+    config: GPTConfig, micro: int, accumulate: int, precision: str, recompute: str, blocks: int | None = None
+) -> int:
     """Peak bytes of the second step (the first has no moments yet), run as the application runs it."""
     model = GPT(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    for block in model.blocks:
-        block.recompute = recompute
+    set_recompute(model, recompute, blocks)
     if precision == "bf16-mixed":
         model.compute_dtype = torch.bfloat16
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -167,6 +169,18 @@ def test_the_peak_of_a_whole_step_is_predicted(config, micro, accumulate, precis
               precision="32-true" if precision == "32-true" else "bf16-mixed", autocast=precision == "autocast",
               recompute=recompute)  # fmt: skip
     measured = peak_of_a_step(config, micro, accumulate, precision, recompute)
+    assert estimate(job, "single").peak_bytes == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize(("micro", "accumulate"), [(2, 1), (16, 1), (16, 2)])
+@pytest.mark.parametrize(
+    ("precision", "recompute"), [("bf16-mixed", "selective"), ("bf16-mixed", "full"), ("autocast", "full")]
+)
+def test_the_peak_with_some_blocks_recomputed_is_predicted(precision, recompute, micro, accumulate, blocks):
+    job = Job(WIDE, Device("any", workspace_bytes=0), global_batch=micro * accumulate, micro_batch=micro,
+              autocast=precision == "autocast", recompute=recompute, recompute_blocks=blocks)  # fmt: skip
+    measured = peak_of_a_step(WIDE, micro, accumulate, precision, recompute, blocks)
     assert estimate(job, "single").peak_bytes == pytest.approx(measured, rel=0.05)
 
 

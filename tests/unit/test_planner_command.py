@@ -106,6 +106,17 @@ def test_one_strategy_in_detail_explains_everything(capsys):
     assert all(f"{figure} under fsdp2" in out for figure in FIGURES)
 
 
+def test_a_plan_says_in_how_many_blocks_activations_are_recomputed(capsys):
+    some = ["--recompute", "full", "--recompute_blocks", "6"]
+    out = run(capsys, *BIG, *MACHINE, *some)
+    assert "recompute full in 6 of 24 blocks" in out
+    assert "Activations of one micro-batch on one card, recomputed in 6 of 24 blocks" in out
+    out = run(capsys, *BIG, *MACHINE, *some, "--strategy", "ddp")
+    assert "each of the first 6 of 24 blocks keeps its input only, 4,096 bytes a token" in out
+    assert "(6 layers × 4,096 + 18 layers × 65,616 + ends" in out
+    assert "× 1.08 (recomputation)" in out
+
+
 def test_an_unknown_device_says_once_what_is_unknown(capsys):
     out = run(capsys, "--device", "NVIDIA Something")
     assert out.count("no MFU either") == 1
@@ -146,6 +157,8 @@ def test_inference_shows_each_width(capsys):
         (["--device", "h100", "--devices", "8", "--global_batch", "100"], "100 is not divisible .* of 128$"),
         (["--device", "h100", "--devices", "8", "--global_batch", "100", "--strategy", "ddp"], "100 is not divisible"),
         (["--device", "h100", "--reserve_gib", "100"], "reserve 100 GiB is not below the 79.1 GiB"),
+        (["--device", "h100", "--recompute_blocks", "6"], "recompute_blocks is 6, but recompute is none"),
+        (["--device", "h100", "--recompute", "full", "--recompute_blocks", "13"], "at most the model's 12 layers"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it_before_anything_is_printed(arguments, word, capsys):
@@ -174,6 +187,19 @@ def test_compare_finds_the_vocabulary_and_sets_memory_side_by_side(capsys, tmp_p
     assert measured == 53.9
     assert predicted == pytest.approx(measured, rel=0.10)
     assert one["step_ms"][1] == 278.0
+
+
+def test_compare_plans_a_run_with_the_blocks_that_it_recomputed(capsys, tmp_path):
+    some = dict(recompute="selective", recompute_blocks=6, precision="bf16-mixed")
+    lines = [
+        result_line(**some),
+        result_line(**some | dict(recompute_blocks=None)),
+        result_line(**some | dict(recompute_blocks=25)),
+    ]
+    few, all_of_them, wrong = compare(capsys, tmp_path, *lines)
+    assert few["memory_gib"][0] > all_of_them["memory_gib"][0]
+    assert wrong["why"].startswith("recompute_blocks is 25, but must be")
+    assert "selective in 6 blocks" in run(capsys, *MACHINE, "--compare", str(tmp_path / "results.jsonl"))
 
 
 def test_compare_says_why_a_line_cannot_be_compared(capsys, tmp_path):

@@ -155,6 +155,19 @@ def test_recomputation_repeats_all_products_of_a_block_but_the_last():
     assert once.traffic < cheap.traffic == again.traffic
 
 
+@pytest.mark.parametrize("calibration", [None, Calibration("NVIDIA H200", RATES)], ids=["assumed", "calibrated"])
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_recomputation_in_some_blocks_takes_their_share_of_the_time(kind, calibration):
+    fields = dict(micro_batch=8, global_batch=8, execution="graph", calibration=calibration)
+
+    def seconds(**asked):
+        return estimate(Job(preset("gpt2-124m"), DEVICES["h200"], **fields, **asked), "single").times.compute
+
+    none, every = seconds(), seconds(recompute=kind)
+    assert seconds(recompute=kind, recompute_blocks=12) == every
+    assert seconds(recompute=kind, recompute_blocks=3) == pytest.approx(none + (every - none) / 4)
+
+
 def test_gathers_take_the_bandwidth_of_gathers_where_it_was_measured():
     slower = tuple((size, rate / 2) for size, rate in CURVE)
     measured = Calibration("NVIDIA H200", None, None, {2: CURVE}, "nccl", "now", all_gather={2: slower})

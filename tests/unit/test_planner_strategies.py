@@ -53,6 +53,19 @@ def test_recomputation_and_smaller_micro_batches_need_less():
     assert estimate(job(micro_batch=8), "ddp").peak_bytes < whole
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp", "pp"])
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_recomputing_some_blocks_keeps_what_lies_between_none_and_all(kind, strategy):
+    peaks = [estimate(job(), strategy).peak_bytes]
+    peaks += [estimate(job(recompute=kind, recompute_blocks=n), strategy).peak_bytes for n in (6, 12, 18, 24)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] == estimate(job(recompute=kind), strategy).peak_bytes < peaks[0]
+    if strategy != "pp":  # there a stage is recomputed before the next
+        kept = [moment_bytes(job(recompute=kind, recompute_blocks=n), layout(job(), strategy), 1, "loss")["activations"]
+                for n in (6, 12, 18)]  # fmt: skip
+        assert kept[0] - kept[1] == pytest.approx(kept[1] - kept[2])
+
+
 def test_the_bubble_of_a_pipeline_costs_efficiency():
     found = estimate(job(global_batch=64), "pp")  # 8 stages, 4 micro-batches
     assert found.efficiency < 1 / (1 + 7 / 4) + 0.01
@@ -135,6 +148,18 @@ def test_recomputation_is_tried_at_the_micro_batch_asked_for():
     link = link_by_name("nvlink", small)
     advice = advise(Job(preset("4b"), small, devices=2, link=link, global_batch=2, micro_batch=1))
     assert (advice.strategy, advice.job.micro_batch, advice.job.recompute) == ("fsdp2", 1, "full")
+
+
+def test_recomputation_in_some_blocks_is_kept_where_it_fits_and_extended_to_all_where_it_does_not():
+    asked = job(recompute="selective", recompute_blocks=6, global_batch=128)
+    roomy = advise(asked)
+    assert "--model.recompute selective --model.recompute_blocks 6" in roomy.command("--model.size big")
+    assert "recompute selective in 6 of 24 blocks" in roomy.reason
+    one_window = replace(asked, micro_batch=1, global_batch=8)
+    needed = estimate(replace(one_window, recompute_blocks=None), "ddp").peak_bytes
+    tight = advise(replace(one_window, device=replace(H100, memory_bytes=needed + asked.reserve_bytes)))
+    assert (tight.strategy, tight.job.recompute, tight.job.recompute_blocks) == ("ddp", "selective", None)
+    assert "recompute_blocks" not in tight.command("--model.size big")
 
 
 def test_fsdp2_reduces_every_micro_batch_where_whole_gradients_do_not_fit():

@@ -40,6 +40,7 @@ def test_unknown_fields_are_no_damage():
         (line(losses=[1, "x"]), "losses is not a list of numbers"),
         (line(mem_gib="much"), "mem_gib is 'much'"),
         (line(context=64.0), "context is 64.0, not a whole number"),
+        (line(recompute_blocks=0), "recompute_blocks is 0, not a whole number of at least 1"),
         (line(global_batch=[64]), "global_batch is [64]"),
         (line(mem_gib=math.inf), "mem_gib is inf"),
         (line(corpus_hash=5), "corpus_hash is 5, not text"),

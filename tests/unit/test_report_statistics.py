@@ -57,7 +57,14 @@ def test_single_is_the_base_before_a_strategy_on_one_card():
 
 @pytest.mark.parametrize(
     "field",
-    [dict(precision="bf16-mixed"), dict(compile="yes"), dict(recompute="full"), dict(device="other"), dict(params=11)],
+    [
+        dict(precision="bf16-mixed"),
+        dict(compile="yes"),
+        dict(recompute="full"),
+        dict(device="other"),
+        dict(params=11),
+        dict(recompute_blocks=6),
+    ],
 )
 def test_a_run_of_another_arithmetic_model_or_card_is_no_base(field):
     cases = group_cases([run(**field), run("ddp", 2, tok_s=150.0)])
@@ -81,6 +88,19 @@ def test_the_whole_model_gathered_at_once_and_block_by_block_are_two_cases():
     lines = [run("fsdp2", 2, tok_s=rate, record={"units": units}) for rate, units in ((2.0, "model"), (1.0, "blocks"))]
     cases = group_cases([*lines, run("fsdp2", 2, tok_s=1.2)])  # the last as written before there was a choice
     assert {case.options: case.tok_s for case in cases} == {"32-true, units model": 2.0, "32-true": 1.1}
+
+
+def test_recomputation_in_all_and_in_some_blocks_are_cases_of_their_own():
+    kinds = {"6 blocks": 6, "1 block": 1, "": None}
+    lines = [run("ddp", 2, recompute="selective", recompute_blocks=blocks) for blocks in kinds.values()]
+    lines += [
+        run("ddp", 2, recompute="selective", recompute_blocks=6, precision="bf16-mixed", variant="precision bf16-mixed")
+    ]
+    cases = group_cases([*lines, run()])
+    told = {f"32-true, recompute selective in {kind}" if kind else "32-true, recompute selective" for kind in kinds}
+    assert {case.options for case in cases if case.first.world == 2 and not case.first.variant} == told
+    (ablation,) = ablations(cases, Bases(cases))
+    assert ablation.base.first.recompute_blocks == 6
 
 
 def test_a_compiled_run_is_held_against_single_whatever_is_compiled_as_one():
