@@ -5,6 +5,7 @@ import os
 import shlex
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -206,17 +207,14 @@ def writable(folder: Path) -> None:
     """Fails now rather than after the first hour, and leaves nothing behind."""
     if global_rank() != 0:
         return  # the first rank's answer holds, and two would trip over each other
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     remedy = "choose another --trainer.default_root_dir"
-    existing = folder if not missing else missing[-1].parent
-    if not existing.is_dir():
-        raise UserError(f"cannot write to {folder}: {existing} is a file, but runs need a folder; {remedy}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir():
+            raise UserError(f"cannot write to {folder}: {existing} is a file, but runs need a folder; {remedy}")
+        # not the folder itself: another run that starts now may be making it, too
+        with tempfile.TemporaryDirectory(prefix=".writable-", dir=existing):
+            pass
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; {remedy}") from error
-    allowed = os.access(folder, os.W_OK | os.X_OK)
-    for made in missing:
-        made.rmdir()
-    if not allowed:
-        raise UserError(f"cannot write to {folder}: permission denied; {remedy}")
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"cannot write to {folder}: {reason}; {remedy}") from error

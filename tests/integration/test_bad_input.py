@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from helpers.commands import COMMAND, SMALL, Ended, here, run, torchrun
 
+from lit_gpt_dist.checks import writable
+
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -161,6 +163,16 @@ def test_unwritable_folder_is_refused_before_training(text: Path, tmp_path: Path
         ended = here("fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(folder))
         assert_refused(ended, str(folder), "is a file", "--trainer.default_root_dir")
     assert file.read_text() == "precious"
+    ended = here(
+        "fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(tmp_path / ("long" * 100))
+    )
+    assert_refused(ended, "file name too long", "--trainer.default_root_dir")
+
+
+def test_a_folder_is_looked_at_without_making_it(tmp_path: Path) -> None:
+    """Runs that start at the same time may all need it."""
+    writable(tmp_path / "new" / "logs")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_validation_without_weights_is_refused(tmp_path: Path) -> None:
