@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lit_gpt_dist.doctor.devices import joined_by_nvlink
 from lit_gpt_dist.errors import UserError
@@ -70,7 +70,7 @@ class DDP(MeshStrategy):
         self.overlap = overlap is not False
         self.bucket_option = bucket_cap_mb
         self.static_graph = static_graph
-        self._local_backward = False
+        self._local_backward = self._averaged = False
 
     def degrees(self) -> dict[str, int]:
         return {"replicate": self.world_size}
@@ -181,8 +181,19 @@ class DDP(MeshStrategy):
         with self.model.no_sync() if self.no_sync and not beside else nullcontext():
             yield
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._averaged = False
+        super().pre_backward(closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """A module with a ``backward`` of its own may not have said that it is over."""
+        super().post_backward(closure_loss)
+        if not self._averaged:
+            self.after_backward()
+
     def after_backward(self) -> None:
         """Averages where DDP's wrapper has not done so meanwhile."""
+        self._averaged = True
         if self.overlap or self._local_backward:
             return
         parameters = [parameter for parameter in self.lightning_module.parameters() if parameter.requires_grad]  # type: ignore[union-attr]

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from helpers.ranks import on_ranks
 from helpers.training import Run, build, losses
 
+from lit_gpt_dist.callbacks.recorder import StepRecorder
 from lit_gpt_dist.errors import UserError
+from lit_gpt_dist.module import GPTModule
 from lit_gpt_dist.parallel import DDP, averaging
 
 SHAPES = [(30, 7), (5,), (64, 3), (1,), (11, 11)]
@@ -75,6 +77,23 @@ def test_a_callback_sees_averaged_gradients_after_the_last_backward_and_its_rank
     assert one[0] != other[0]
     assert one[1] == other[1]
     assert one[3] == other[3]
+
+
+class OwnBackward(GPTModule):
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+def own_backward(run: Run) -> list[float]:
+    callback = StepRecorder()
+    trainer, _, data = build(run, callback)
+    trainer.fit(OwnBackward(**run.model), datamodule=data)
+    return callback.losses
+
+
+def test_gradients_are_averaged_for_a_module_that_runs_backward_its_own_way() -> None:
+    run = Run(steps=3, micro_batch=4).on("ddp", 2, strategy_options=dict(overlap=False))
+    assert on_ranks(2, own_backward, run) == on_ranks(2, losses, run)
 
 
 def test_what_is_exchanged_follows_the_curve_of_buckets_to_the_last_bit() -> None:

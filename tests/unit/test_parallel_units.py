@@ -1,4 +1,4 @@
-"""What fsdp2 and hsdp gather at a time, and whether ddp overlaps, where that is left to them. No ranks, no cards: what they would see is made up."""
+"""What fsdp2 and hsdp gather at a time, whether ddp overlaps, and which of them it is, where that is left to them. No ranks, no cards: what they would see is made up."""
 
 from types import SimpleNamespace
 
@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from lit_gpt_dist import trainer
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import GPTConfig
 from lit_gpt_dist.model.gpt import GPT
 from lit_gpt_dist.parallel import DDP, FSDP2, HSDP, replicated, sharded
 from lit_gpt_dist.parallel.recompute import check_recompute, set_recompute
+from lit_gpt_dist.trainer import default_strategy
 
 LARGEST = 2**15  # bytes of weights that are gathered at once
 
@@ -145,3 +147,29 @@ def test_ddp_overlaps_but_on_two_gpus_joined_by_nvlink(monkeypatch):
     assert overlaps(rank_0_says=True), "all ranks do the same"
     monkeypatch.setattr(replicated, "joined_by_nvlink", lambda: False)
     assert overlaps()
+
+
+def test_gpus_that_nvlink_joins_are_for_fsdp2_unless_something_is_asked_for_that_it_does_not_do_better(monkeypatch):
+    def found(accelerator=None, devices=None, num_nodes=1, precision="bf16-mixed"):
+        chosen = default_strategy(accelerator, devices, num_nodes, precision)
+        return chosen if isinstance(chosen, str) else chosen.name
+
+    monkeypatch.setattr(trainer, "joined_by_nvlink", lambda: True)
+    assert (found(), found("cpu", 4)) == ("single", "auto"), "no GPU here"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert (found(), found("gpu", "auto"), found(devices="0,2"), found(devices=1)) == (
+        "fsdp2",
+        "fsdp2",
+        "fsdp2",
+        "single",
+    )
+    for other in (
+        dict(num_nodes=2),
+        dict(precision="16-mixed"),
+        dict(precision=None),
+        dict(accelerator="cpu", devices=2),
+    ):
+        assert found(**other) == "auto"
+    monkeypatch.setattr(trainer, "joined_by_nvlink", lambda: False)
+    assert found() == "auto"
