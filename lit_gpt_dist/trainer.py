@@ -217,9 +217,8 @@ class Trainer(pl.Trainer):
 
 
 def default_strategy(accelerator: Any, devices: Any, num_nodes: int | None, precision: Any) -> Strategy | str:
-    """What ``auto`` means: no distribution for a single device; FSDP2 for GPUs that NVLink joins, in bf16, where it sends half as
-    much as DDP, is faster at every size that was measured (docs/performance.md) and takes less memory; else Lightning's choice,
-    DDP.
+    """What ``auto`` means: no distribution for a single device; FSDP2 for GPUs that NVLink joins, in bf16, where it is
+    faster than DDP at every size that was measured (docs/performance.md) and takes less memory; else Lightning's choice, DDP.
 
     Every process of a machine comes to the same, since all see the same cards.
     """
