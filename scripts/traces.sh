@@ -23,5 +23,4 @@ done
 for units in blocks model; do
     traced "fsdp2-$units" "${options[@]}" --trainer.strategy fsdp2 --trainer.strategy.units "$units"
 done
-# one bucket for everything: it is sent when backward is over
-traced ddp-no-overlap "${options[@]}" --trainer.strategy ddp --trainer.strategy.bucket_cap_mb 10000
+traced ddp-no-overlap "${options[@]}" --trainer.strategy ddp --trainer.strategy.overlap false

@@ -3,7 +3,7 @@ is Lightning's. ``replicated.py`` has DDP, ``sharded.py`` FSDP2 and HSDP.
 
 All of them agree on five things the rest of the application relies on: ``data_rank`` and ``data_ranks``; ``build_context``,
 ``prepare``, ``gathers_blocks`` and ``place`` for the model; ``compute_dtype``; ``block_backward_sync`` for all micro-batches of
-a step but the last; and the checkpoint folder of ``FolderCheckpoints``.
+a step but the last, and ``after_backward``; and the checkpoint folder of ``FolderCheckpoints``.
 """
 
 from collections.abc import Generator
