@@ -41,8 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = arguments[0]
     if name not in COMMANDS:
         return complain(f"unknown command {name}{nearest(name, list(COMMANDS))} (`lit-gpt-dist --help` lists them)")
-    module = importlib.import_module(COMMANDS[name][0])
-    return guarded(module.main, arguments if name in STAGES else arguments[1:])
+    module = COMMANDS[name][0]
+    # importing takes seconds: guarded, too
+    return guarded(
+        lambda given: importlib.import_module(module).main(given), arguments if name in STAGES else arguments[1:]
+    )
 
 
 def guarded(command: Callable[[list[str]], int], arguments: list[str]) -> int:

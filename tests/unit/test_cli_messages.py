@@ -9,7 +9,7 @@ import pytest
 from helpers.commands import here
 
 from lit_gpt_dist import __version__
-from lit_gpt_dist.cli import COMMANDS, guarded
+from lit_gpt_dist.cli import COMMANDS, guarded, main
 from lit_gpt_dist.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from lit_gpt_dist.help import COMMON
 from lit_gpt_dist.parsing import describe, strategy_by_class, unknown_option, wrong_value
@@ -54,6 +54,15 @@ def test_tools_start_without_torch() -> None:
     for name in ("plan", "report"):
         code = f"import sys, {COMMANDS[name][0]}; sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0, name
+
+
+def test_ctrl_c_while_libraries_are_imported_is_130_too(monkeypatch, capsys) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert main(["fit"]) == EXIT_INTERRUPTED
+    assert capsys.readouterr().err == ""
 
 
 def test_a_users_mistake_is_code_2_and_ctrl_c_is_130_and_a_defect_keeps_its_traceback(capsys) -> None:
