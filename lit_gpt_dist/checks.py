@@ -209,9 +209,10 @@ def writable(folder: Path) -> None:
         return  # the first rank's answer holds, and two would trip over each other
     remedy = "choose another --trainer.default_root_dir"
     try:
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         if not existing.is_dir():
-            raise UserError(f"cannot write to {folder}: {existing} is a file, but runs need a folder; {remedy}")
+            what = "a file" if existing.exists() else "a link that leads nowhere"
+            raise UserError(f"cannot write to {folder}: {existing} is {what}, but runs need a folder; {remedy}")
         # not the folder itself: another run that starts now may be making it, too
         with tempfile.TemporaryDirectory(prefix=".writable-", dir=existing):
             pass

@@ -163,6 +163,11 @@ def test_unwritable_folder_is_refused_before_training(text: Path, tmp_path: Path
         ended = here("fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(folder))
         assert_refused(ended, str(folder), "is a file", "--trainer.default_root_dir")
     assert file.read_text() == "precious"
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    for folder in (link, link / "logs"):
+        ended = here("fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(folder))
+        assert_refused(ended, "is a link that leads nowhere", "--trainer.default_root_dir")
     ended = here(
         "fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(tmp_path / ("long" * 100))
     )
