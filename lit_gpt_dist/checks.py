@@ -209,7 +209,7 @@ def writable(folder: Path) -> None:
         return  # the first rank's answer holds, and two would trip over each other
     remedy = "choose another --trainer.default_root_dir"
     try:
-        existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        existing = next(path for path in (folder, *folder.parents) if _is_there(path))
         if not existing.is_dir():
             what = "a file" if existing.exists() else "a link that leads nowhere"
             raise UserError(f"cannot write to {folder}: {existing} is {what}, but runs need a folder; {remedy}")
@@ -219,3 +219,16 @@ def writable(folder: Path) -> None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UserError(f"cannot write to {folder}: {reason}; {remedy}") from error
+
+
+def _is_there(path: Path) -> bool:
+    """Also as a link that leads nowhere.
+
+    Raises:
+        OSError: nothing can have this name.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

@@ -67,6 +67,8 @@ def reserved(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
+        if not os.path.lexists(folder):  # something above it is no folder
+            raise
         return False
     return True
 
