@@ -22,6 +22,7 @@ from lit_gpt_dist.arguments import nearest
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import PRESETS
 from lit_gpt_dist.parallel import STRATEGIES
+from lit_gpt_dist.parallel.replicated import check_buckets
 from lit_gpt_dist.parsing import PRECISIONS
 from lit_gpt_dist.runs import global_rank
 
@@ -78,6 +79,8 @@ def check_strategy(strategy: Any) -> None:
         raise UserError(
             f"strategy {strategy!r} does not exist{nearest(strategy, ['auto', *STRATEGIES])} ({names}, or a class path)"
         )
+    if isinstance(strategy, Namespace) and (options := strategy.get("init_args")):
+        check_buckets(options.get("overlap"), options.get("bucket_cap_mb"))
 
 
 def check_size(size: str | None) -> None:

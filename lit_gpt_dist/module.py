@@ -144,6 +144,8 @@ class GPTModule(RecordedSteps):
                 "it; use lit_gpt_dist.trainer.Trainer"
             )
         check_recompute(self.recompute, str(self.trainer.precision), self.recompute_blocks, self.config.layers)
+        if self.recompute_blocks == self.config.layers:
+            self.recompute_blocks = None  # all: the same setting by another name
         with strategy.build_context():
             self.model = GPT(self.config)
         set_recompute(self.model, self.recompute, self.recompute_blocks)

@@ -225,7 +225,7 @@ def default_strategy(accelerator: Any, devices: Any, num_nodes: int | None, prec
     accelerator, devices, num_nodes = accelerator or "auto", "auto" if devices is None else devices, num_nodes or 1
     if wants_one_device(accelerator, devices, num_nodes):
         return SingleDevice()
-    if num_nodes == 1 and on_gpu(accelerator) and precision == "bf16-mixed" and joined_by_nvlink():
+    if num_nodes == 1 and on_gpu(accelerator) and precision in ("bf16-mixed", "bf16") and joined_by_nvlink():
         return FSDP2()
     return "auto"
 

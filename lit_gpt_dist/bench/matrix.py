@@ -164,13 +164,19 @@ def _overlap(case: Case, machine: Machine) -> list[Case]:
     """Both: what is on by default depends on the link."""
     if not _has("overlap")(case, machine):
         return []
-    return [case.with_strategy_option("overlap", on, f"overlap {'on' if on else 'off'}") for on in (True, False)]
+    without_size = tuple(option for option in case.strategy_options if option[0] != "bucket_cap_mb")
+    off = dataclasses.replace(case, strategy_options=without_size)
+    return [
+        case.with_strategy_option("overlap", True, "overlap on"),
+        off.with_strategy_option("overlap", False, "overlap off"),
+    ]
 
 
 def _buckets(case: Case, machine: Machine) -> list[Case]:
     if not _has("bucket_cap_mb")(case, machine):
         return []
-    return [case.with_strategy_option("bucket_cap_mb", size, f"bucket {size} MB") for size in BUCKETS_MB]
+    # who gives them a size gets buckets, also where there are none by default
+    return [case.with_strategy_option("bucket_cap_mb", size, f"overlap on, bucket {size} MB") for size in BUCKETS_MB]
 
 
 def _reshard(case: Case, machine: Machine) -> list[Case]:

@@ -80,12 +80,22 @@ def mean_of_ranks(parts: Tensor, mean: Tensor) -> None:
     mean.copy_(parts.mean(dim=0, dtype=mean.dtype))
 
 
+def are_numbers_of(dtype: torch.dtype, parameters: Sequence[Tensor]) -> bool:
+    """Whether casting the gradients to ``dtype`` would lose nothing. Waits for the device."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    same = [(gradient.to(dtype) == gradient).all() | ~gradient.isfinite().all() for gradient in gradients]
+    return not same or bool(torch.stack(same).all())
+
+
 def pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Whole parameters, at most ``PIECE_ELEMENTS`` together but for a single one that has more; none without a gradient."""
+    """Whole parameters, at most ``PIECE_ELEMENTS`` together but for a single one that has more.
+
+    Where there is no gradient it is zero: another rank may have one, and all must send the same.
+    """
     found: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is None:
-            continue
+            parameter.grad = torch.zeros_like(parameter)
         if found and count(found) + parameter.numel() > PIECE_ELEMENTS:
             yield found
             found = []

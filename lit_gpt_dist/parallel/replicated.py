@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lit_gpt_dist.doctor.devices import joined_by_nvlink
 from lit_gpt_dist.errors import UserError
-from lit_gpt_dist.parallel.averaging import average_gradients, exchange_gradients, mean_of_ranks
+from lit_gpt_dist.parallel.averaging import are_numbers_of, average_gradients, exchange_gradients, mean_of_ranks
 from lit_gpt_dist.parallel.compile import one_kernel
 from lit_gpt_dist.parallel.graph import DDP_WARMUP_STEPS, WARMUP_STEPS, on_side_stream
 from lit_gpt_dist.parallel.strategies import MeshStrategy
@@ -19,6 +19,18 @@ from lit_gpt_dist.parallel.strategies import MeshStrategy
 MIB = 2**20
 BUCKET_MB, COMPILED_BUCKET_MB = 25.0, 100.0  # the second: docs/performance.md, buckets
 WATCHDOG_SECONDS = 0.25  # more than two looks of NCCL's watchdog
+
+
+def check_buckets(overlap: bool | None, bucket_cap_mb: float | None) -> None:
+    """
+    Raises:
+        UserError: a size of buckets, but no overlap.
+    """
+    if overlap is False and bucket_cap_mb:
+        raise UserError(
+            f"bucket_cap_mb {bucket_cap_mb:g} means nothing with overlap false, which sends gradients when backward is over; leave one "
+            "out"
+        )
 
 
 class DDP(MeshStrategy):
@@ -38,9 +50,6 @@ class DDP(MeshStrategy):
 
     Attributes:
         overlap: what it came to by default, once the strategy is set up.
-
-    Raises:
-        UserError: a size of buckets, but no overlap.
     """
 
     name = "ddp"
@@ -60,25 +69,27 @@ class DDP(MeshStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             broadcast_buffers=False,  # the model has none
         )
-        if overlap is False and bucket_cap_mb:
-            raise UserError(
-                f"bucket_cap_mb {bucket_cap_mb:g} means nothing with overlap false, which sends gradients when backward is over; leave "
-                "one out"
-            )
-        # who asks for buckets gets them
-        self.overlap_option = True if overlap is None and bucket_cap_mb else overlap
+        # who says how buckets should be gets them
+        buckets = bool(bucket_cap_mb) or static_graph is not None
+        self.overlap_option = True if overlap is None and buckets else overlap
         self.overlap = overlap is not False
         self.bucket_option = bucket_cap_mb
         self.static_graph = static_graph
         self._local_backward = self._averaged = False
 
     def degrees(self) -> dict[str, int]:
+        """
+        Raises:
+            UserError: a size of buckets, but no overlap.
+        """
+        check_buckets(self.overlap_option, self.bucket_option)
         return {"replicate": self.world_size}
 
     def setup(self, trainer: pl.Trainer) -> None:
         compiled = getattr(self.lightning_module, "compiled", "none")
         one_backward = trainer.datamodule.plan.accumulate == 1  # type: ignore[attr-defined]
-        self._sends_as_computed = one_backward and self.compute_dtype is not None and self.world_size == 2
+        might_exchange = one_backward and self.compute_dtype is not None and self.world_size == 2
+        self._exchanges: bool | None = None if might_exchange else False  # None: the first gradients decide
         self._average = one_kernel(mean_of_ranks, compiled, self.root_device, dynamic=True)
         self.overlap = self._decide_overlap()
         if self.overlap:
@@ -197,7 +208,11 @@ class DDP(MeshStrategy):
         if self.overlap or self._local_backward:
             return
         parameters = [parameter for parameter in self.lightning_module.parameters() if parameter.requires_grad]  # type: ignore[union-attr]
-        if self._sends_as_computed:
+        if self._exchanges is None:
+            # a module of somebody's own, or a hook on its gradients, may compute some in fp32
+            assert self.compute_dtype is not None
+            self._exchanges = self.reduce_boolean_decision(are_numbers_of(self.compute_dtype, parameters), all=True)
+        if self._exchanges:
             assert self.compute_dtype is not None
             exchange_gradients(parameters, self.compute_dtype, self._average)
         else:

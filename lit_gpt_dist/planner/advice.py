@@ -102,7 +102,7 @@ def advise(job: Job) -> Advice:
     one_card, ruled_out = smallest_change_for_one_card(job)
     if one_card is not None and job.world == 1:
         return Advice("single", one_card, one_card_reason(job, one_card), tuple(ruled_out), notes(one_card, "single"))
-    for strategy in ORDER if job.world > 1 else ():
+    for strategy in order(job) if job.world > 1 else ():
         chosen, why_not = consider(job, strategy)
         if chosen is not None:
             reason, faster = chosen_reason(job, chosen, strategy), faster_than(job, chosen, strategy)
@@ -121,13 +121,25 @@ def faster_than(job: Job, chosen: Job, strategy: str) -> Faster | None:
     if advised is None or (not job.rates and advised / current.accumulate < LATENCY_BOUND_SECONDS):
         return None
     found = []
-    for later in ORDER[ORDER.index(strategy) + 1 :]:
+    in_turn = order(job)
+    for later in in_turn[in_turn.index(strategy) + 1 :]:
         candidate, _ = consider(job, later)
         seconds = step_seconds(estimate(candidate, later)) if candidate else None
         if candidate and seconds:
             found.append(Faster(later, candidate, seconds, advised))
     best = max(found, key=lambda one: one.gain, default=None)
     return best if best and best.gain > WORTH_SAYING else None
+
+
+def order(job: Job) -> tuple[str, ...]:
+    """Strategies by cost; first FSDP2 where ``fit`` takes it by itself (``trainer.py``), since it is faster there."""
+    if not prefers_fsdp2(job):
+        return ORDER
+    return ("fsdp2", *(strategy for strategy in ORDER if strategy != "fsdp2"))
+
+
+def prefers_fsdp2(job: Job) -> bool:
+    return job.nodes == 1 and job.precision == "bf16-mixed" and not job.autocast and job.link.is_fast
 
 
 def step_seconds(found: Estimate) -> float | None:
@@ -222,9 +234,10 @@ def why_too_large(job: Job, strategy: str) -> str:
 
 def chosen_reason(job: Job, chosen: Job, strategy: str) -> str:
     found = estimate(chosen, strategy)
-    reason = (
-        f"{NAMES[strategy]} is the cheapest that fits: {gib(found.peak_bytes)} of {gib(chosen.usable_bytes)} usable"
-    )
+    why = "the cheapest that fits"
+    if strategy == "fsdp2" and prefers_fsdp2(job):
+        why = "what `fit` takes by itself over NVLink, where it was the fastest at every size measured on two cards"
+    reason = f"{NAMES[strategy]} is {why}: {gib(found.peak_bytes)} of {gib(chosen.usable_bytes)} usable"
     if chosen.recompute != "none":
         reason += f", with recompute {chosen.recompute_words}"
     if chosen.micro_batch != job.micro_batch:

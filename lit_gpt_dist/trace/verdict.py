@@ -76,5 +76,6 @@ def no_overlap_line(report: RankReport, sharded: bool) -> str:
         )
     return (
         f"no overlap although there are {report.buckets:.0f} buckets: something makes compute wait for each reduction (a stream "
-        "synchronised, a reduction after backward); look at the picture for where it begins"
+        "synchronised, a reduction after backward, as ddp's of a large model without --trainer.strategy.overlap true); look at the "
+        "picture for where it begins"
     )

@@ -49,6 +49,10 @@ OPTIONS = {
         ["--trainer.strategy", "DDP", "--trainer.strategy.bucket_cap", "5"],
         ["bucket_cap", "did you mean --trainer.strategy.bucket_cap_mb?"],
     ),
+    "buckets that would not be used": (
+        ["--trainer.strategy", "ddp", "--trainer.strategy.bucket_cap_mb", "50", "--trainer.strategy.overlap", "false"],
+        ["bucket_cap_mb 50", "overlap false"],
+    ),
     "an option of no strategy": (["--trainer.strategy.bucket_cap_mb", "5"], ["named before", "--trainer.strategy ddp"]),
     "an unknown precision": (["--trainer.precision", "8"], ["precision 8", "32-true, bf16-mixed"]),
     "fp16 on a CPU": (["--trainer.precision", "16-mixed"], ["16-mixed", "bf16-mixed or 32-true"]),

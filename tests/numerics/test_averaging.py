@@ -18,15 +18,15 @@ SHAPES = [(30, 7), (5,), (64, 3), (1,), (11, 11)]
 
 
 def parameters_of(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """With gradients that are bf16 numbers, but for one that has none."""
+    """With gradients that are bf16 numbers, but for one that rank 0 has none of."""
     generator = torch.Generator().manual_seed(rank)
     found = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in SHAPES]
-    for parameter in found[:3] + found[4:]:
+    for parameter in found if rank else found[:3] + found[4:]:
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(torch.bfloat16).to(dtype)
     return found
 
 
-def averaged(case: tuple[str, int, torch.dtype]) -> list[torch.Tensor | None]:
+def averaged(case: tuple[str, int, torch.dtype]) -> list[torch.Tensor]:
     how, piece, dtype = case
     averaging.PIECE_ELEMENTS = piece
     parameters = parameters_of(dist.get_rank(), dtype)
@@ -34,7 +34,7 @@ def averaged(case: tuple[str, int, torch.dtype]) -> list[torch.Tensor | None]:
         averaging.exchange_gradients(parameters, torch.bfloat16, averaging.mean_of_ranks)
     else:
         averaging.average_gradients(parameters)
-    return [parameter.grad for parameter in parameters]
+    return [averaging.gradient_of(parameter) for parameter in parameters]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -47,10 +47,7 @@ def test_each_rank_ends_with_the_mean_in_the_gradients_own_type(
     for found in on_ranks(ranks, averaged, (how, piece, dtype)):
         for index, gradient in enumerate(found):
             own = [parameters[index].grad for parameters in everyone]
-            if gradient is None:
-                assert own == [None] * ranks
-                continue
-            mean = torch.stack([one for one in own if one is not None]).mean(dim=0)
+            mean = torch.stack([torch.zeros_like(gradient) if one is None else one for one in own]).mean(dim=0)
             assert gradient.dtype == dtype
             assert torch.allclose(gradient, mean, rtol=1e-6 if ranks > 2 else 0, atol=1e-7 if ranks > 2 else 0)
 
@@ -102,7 +99,32 @@ def test_what_is_exchanged_follows_the_curve_of_buckets_to_the_last_bit() -> Non
     assert on_ranks(2, losses, run.on("ddp", 2, strategy_options=dict(overlap=False)))[0] == buckets
 
 
+class Penalised(GPTModule):
+    """Whose gradients are no bf16 numbers."""
+
+    def training_step(self, windows: torch.Tensor, step: int) -> torch.Tensor:
+        return super().training_step(windows, step) + 1e-3 * sum(p.square().sum() for p in self.parameters())
+
+
+def penalised(runs: list[Run]) -> list[list[float]]:
+    found = []
+    for run in runs:
+        recorder = StepRecorder()
+        trainer, _, data = build(run, recorder)
+        trainer.fit(Penalised(**run.model), datamodule=data)
+        found.append(recorder.losses)
+    return found
+
+
+def test_gradients_that_are_no_bf16_numbers_are_averaged_as_they_are() -> None:
+    run = Run(steps=4, precision="bf16-mixed", micro_batch=8).on("ddp", 2)
+    buckets, afterwards = on_ranks(2, penalised, [run, run.on("ddp", 2, strategy_options=dict(overlap=False))])[0]
+    assert afterwards == buckets
+
+
 def test_buckets_mean_nothing_without_overlap_and_ask_for_it() -> None:
     with pytest.raises(UserError, match="bucket_cap_mb 50 means nothing with overlap false"):
-        DDP(overlap=False, bucket_cap_mb=50)
+        DDP(overlap=False, bucket_cap_mb=50).degrees()
     assert DDP(bucket_cap_mb=50).overlap_option is True
+    assert DDP(static_graph=True).overlap_option is True
+    assert DDP(static_graph=True, overlap=False).overlap_option is False

@@ -30,7 +30,7 @@ def test_a_plan_shows_every_strategy_and_recommends_one(capsys):
     out = run(capsys, *BIG, *MACHINE)
     for name in ("single", "ddp", "zero1", "zero2", "fsdp2", "hsdp", "tp", "pp"):
         assert name in out
-    assert "Recommended: DDP" in out
+    assert "Recommended: FSDP2" in out
     assert "lit-gpt-dist fit --model.size big --model.context 1024" in out
 
 
@@ -91,8 +91,8 @@ def test_json_holds_the_same_figures(capsys):
     data = json.loads(run(capsys, *BIG, *MACHINE, "--json", "--tokens", "3e10"))
     ddp = data["strategies"]["ddp"]
     assert ddp["peak_bytes"] == pytest.approx(sum(ddp["footprint"]["kinds"].values()))
-    assert data["advice"]["strategy"] == "ddp"
-    assert data["cost_ddp"]["days"] > 0
+    assert data["advice"]["strategy"] == "fsdp2"
+    assert data["cost_fsdp2"]["days"] > 0
 
 
 @pytest.mark.parametrize("figure", FIGURES)

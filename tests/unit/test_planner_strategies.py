@@ -125,12 +125,18 @@ def test_a_micro_batch_that_is_too_large_becomes_accumulation_before_anything_el
     assert "accumulation" in advice.reason
 
 
-def test_ddp_is_taken_where_it_fits():
-    assert advise(job()).strategy == "ddp"
+def test_ddp_is_taken_where_it_fits_unless_nvlink_joins_cards_of_one_machine_in_16_bits():
+    across = Link("50 GB/s", 50e9, "given", "")
+    for other in (job(link=PCIE), job(precision="32-true"), job(devices=4, nodes=2, node_link=across)):
+        assert advise(other).strategy == "ddp"
+    advice = advise(job())
+    assert advice.strategy == "fsdp2"
+    assert "what `fit` takes by itself over NVLink" in advice.reason
+    assert advice.ruled_out == advise(job(link=PCIE)).ruled_out, "ddp is not ruled out, only behind"
 
 
 def test_fsdp2_is_taken_when_ddp_does_not_fit_and_the_reasons_are_given_in_order():
-    advice = advise(replace(job("4b", micro_batch=2, global_batch=16), device=DEVICES["a100-40gb"]))
+    advice = advise(replace(job("4b", micro_batch=2, global_batch=16, link=PCIE), device=DEVICES["a100-40gb"]))
     assert advice.strategy == "fsdp2"
     names = [line.split(":")[0] for line in advice.ruled_out]
     assert names[-3:] == ["DDP", "ZeRO-1", "ZeRO-2"]
@@ -151,7 +157,7 @@ def test_recomputation_is_tried_at_the_micro_batch_asked_for():
 
 
 def test_recomputation_in_some_blocks_is_kept_where_it_fits_and_extended_to_all_where_it_does_not():
-    asked = job(recompute="selective", recompute_blocks=6, global_batch=128)
+    asked = job(recompute="selective", recompute_blocks=6, global_batch=128, link=PCIE)
     roomy = advise(asked)
     assert "--model.recompute selective --model.recompute_blocks 6" in roomy.command("--model.size big")
     assert "recompute selective in 6 of 24 blocks" in roomy.reason
