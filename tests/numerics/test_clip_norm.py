@@ -1,5 +1,6 @@
 """The gradient norm is that of the whole model under every strategy, and clipping keeps it under the limit."""
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,7 +9,7 @@ import torch
 from helpers.ranks import on_ranks
 from helpers.training import Run, build, full, full_parameters
 
-from lit_gpt_dist.parallel.clip import global_norm
+from lit_gpt_dist.parallel.clip import CPU_PIECE, global_norm
 
 LIMIT = 0.25
 ONE = Run(steps=4, precision="64-true", clip=LIMIT, optim=dict(lr=1e-3, warmup_steps=0))
@@ -82,3 +83,14 @@ def test_a_norm_whose_square_leaves_the_range_of_the_gradients_is_infinite(size:
     """It is summed in fp64, which has room; AdamW's second moments have none, and would stay infinite."""
     norm = global_norm([torch.ones(3), torch.tensor([size])])
     assert bool(torch.isfinite(norm)) == finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_of_large_gradients_on_a_cpu_is_a_sum_in_fp64(dtype: torch.dtype) -> None:
+    """Taken piece by piece; also of one that does not lie in one row, and beside small ones."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(700, 400), (3 * CPU_PIECE,), (17,)]
+    gradients = [torch.randn(shape, generator=generator).to(dtype) * 10.0**n for n, shape in enumerate(shapes)]
+    gradients[0] = gradients[0].t()
+    exact = math.sqrt(math.fsum(float(x) ** 2 for gradient in gradients for x in gradient.flatten().tolist()))
+    assert float(global_norm(gradients)) == pytest.approx(exact, rel=1e-13)
