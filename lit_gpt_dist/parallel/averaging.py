@@ -93,13 +93,15 @@ def pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     Where there is no gradient it is zero: another rank may have one, and all must send the same.
     """
     found: list[Tensor] = []
+    size = 0
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if found and count(found) + parameter.numel() > PIECE_ELEMENTS:
+        if found and size + parameter.numel() > PIECE_ELEMENTS:
             yield found
-            found = []
+            found, size = [], 0
         found.append(parameter)
+        size += parameter.numel()
     if found:
         yield found
 
