@@ -46,9 +46,11 @@ class StepLoop(_TrainingEpochLoop):
     """
 
     watchers: tuple[Callable[[], None], ...] = ()  # called before a step's batch is asked for
+    _validates: bool | None = None  # known while steps are taken
 
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
+        self._validates = self.trainer.enable_validation
         self._on_start = overridden(self.trainer, "on_train_batch_start")
         self._on_end = overridden(self.trainer, "on_train_batch_end")
         self._leave_to_lightning = why_leave_to_lightning(self.trainer) is not None
@@ -116,6 +118,16 @@ class StepLoop(_TrainingEpochLoop):
         loss = strategy.take_step(batch)
         progress.increment_completed()
         return {"loss": loss}
+
+    def _should_check_val_epoch(self) -> bool:
+        """As Lightning's, which looks through the module's and the data's classes each time, several times a step."""
+        every = self.trainer.check_val_every_n_epoch
+        validates = self.trainer.enable_validation if self._validates is None else self._validates
+        return validates and (every is None or (self.trainer.current_epoch + 1) % every == 0)
+
+    def teardown(self) -> None:
+        self._validates = None
+        super().teardown()
 
     def _broadcast_sigterm_tensor(self) -> None:
         pass
