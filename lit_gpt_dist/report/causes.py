@@ -9,7 +9,7 @@ constant factor of the gradient out, so an undivided gradient stays small, and i
 import numpy as np
 
 from lit_gpt_dist.report.controls import GRADUAL
-from lit_gpt_dist.report.curves import NEVER_ROUNDING, Comparison, band, short
+from lit_gpt_dist.report.curves import FP64, NEVER_ROUNDING, Comparison, band, short
 from lit_gpt_dist.report.names import OWN_FIELDS
 from lit_gpt_dist.report.results import Run
 from lit_gpt_dist.report.settings import differing_settings, dropout_of
@@ -17,6 +17,7 @@ from lit_gpt_dist.report.settings import differing_settings, dropout_of
 SPIKE = 1.1  # times the loss of the step before
 FEW_BITS = 1e-3  # bands of at least that are those of 16-bit and TF32 precisions
 AFTER_A_SPIKE = 3  # steps in which it shows in a difference
+FIRST_STEPS = 20  # within which most faults of an update show in fp32
 
 
 def likely_cause(comparison: Comparison) -> str:
@@ -171,9 +172,13 @@ def _from_the_first_step(comparison: Comparison) -> str:
     if apart == "yes":
         return f"the loss of step 1, before any update, is already off by {abs(comparison.difference[0]):.2g}: {data}"
     if apart == "no" and (growth := _growth(comparison)) <= GRADUAL:
+        few_bits = band(run, reference.run).rounding >= FEW_BITS
+        step = comparison.first_beyond
+        agrees = f"step 1 agrees{_how_closely(comparison)}" if few_bits or not step else f"steps 1 to {step - 1} agree"
+        rounding = "in few bits rounding" if few_bits else "rounding"
         return (
-            f"step 1 agrees{_how_closely(comparison)}, and the difference grows from there, at most {growth:.1f} × a step once it is "
-            f"{_seen_from(comparison):.0e}: in few bits rounding does so where a loss falls fast; compare in fp32. Or, in the update: {update}"
+            f"{agrees}, and the difference grows from there, at most {growth:.1f} × a step once it is {_seen_from(comparison):.0e}: "
+            f"{rounding} does so where a loss falls fast; compare in {'fp32' if few_bits else 'fp64'}. Or, in the update: {update}"
         )
     if apart == "no":
         return f"step 1 agrees{_how_closely(comparison)}, so its data and the initial weights do too, and the update differs: {update}"
@@ -182,19 +187,22 @@ def _from_the_first_step(comparison: Comparison) -> str:
 
 def _growth(comparison: Comparison) -> float:
     """The largest factor by which the difference grows from one step to the next, once it can be seen; not finite where rounding
-    has no such part in it."""
+    has no such part in it: in fp64, and in fp32 where the first steps differ already."""
     assert comparison.reference is not None
-    rounding = band(comparison.curve.run, comparison.reference.run).rounding
+    limits = band(comparison.curve.run, comparison.reference.run)
     apart = np.maximum.accumulate(np.abs(comparison.difference))
-    if rounding < FEW_BITS or not apart[-1] < NEVER_ROUNDING:
+    if limits.rounding < FEW_BITS and not (limits is not FP64 and apart[:FIRST_STEPS][-1] <= limits.same):
+        return np.inf
+    if not apart[-1] < NEVER_ROUNDING:
         return np.inf
     return float((apart[1:] / np.maximum(apart[:-1], _seen_from(comparison))).max(initial=1.0))
 
 
 def _seen_from(comparison: Comparison) -> float:
-    """A hundredth of what rounding may do: what is below says nothing."""
+    """A hundredth of what rounding may do, a tenth of the same curve's tolerance: what is below says nothing."""
     assert comparison.reference is not None
-    return band(comparison.curve.run, comparison.reference.run).rounding / 100
+    limits = band(comparison.curve.run, comparison.reference.run)
+    return max(limits.rounding / 100, limits.same / 10)
 
 
 def _data_faults(run: Run) -> str:

@@ -42,7 +42,7 @@ class Band:
         return np.minimum(widened, NEVER_ROUNDING) if self.rounding >= 1e-3 else widened
 
 
-_FP64 = Band(same=1e-12, rounding=1e-12, steady_steps=30, power=1.0)
+FP64 = Band(same=1e-12, rounding=1e-12, steady_steps=30, power=1.0)
 _FP32 = Band(same=1e-6, rounding=1e-6, steady_steps=30, power=1.0)
 # a GPU's kernels add in an order that depends on shapes and timing: not promised, allowed ten times the CPU's
 _FP32_GPU = Band(same=1e-6, rounding=1e-5, steady_steps=30, power=1.0)
@@ -58,7 +58,7 @@ def band(run: Run, reference: Run) -> Band:
 
 def _own_band(run: Run) -> Band:
     if run.precision.startswith("64"):
-        return _FP64
+        return FP64
     if run.precision.startswith("32"):
         if run.on_cpu:
             return _FP32

@@ -172,6 +172,26 @@ def test_a_difference_that_is_there_at_once_or_too_large_for_rounding_is_a_fault
         assert "so its data and the initial weights do too, and the update differs" in in_bf16(difference).cause
 
 
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H200"])
+def test_an_fp32_run_that_parts_slowly_after_many_equal_steps_is_not_called_a_fault_alone(device):
+    def in_fp32(difference):
+        lines = [
+            run(tag, losses, device=device, matmul_precision="highest")
+            for tag, losses in (("one", BASE), ("other", BASE + difference))
+        ]
+        return compare_all(join_curves(lines))[1]
+
+    later = np.maximum(np.arange(STEPS) - 24, 0)  # from step 26 on
+    found = in_fp32(np.where(later > 0, 2e-7 * 2.0**later, 0))
+    assert (found.verdict, found.first_beyond) == (Verdict.DIFFERENT, 28)
+    assert found.cause.startswith("steps 1 to 27 agree, and the difference grows from there, at most 4.0 × a step once")
+    assert "compare in fp64. Or, in the update: gradients not divided by accumulation" in found.cause
+    for fault in (np.where(later > 0, 1e-3, 0), 2e-7 * 2.0 ** np.arange(STEPS).clip(max=18)):  # at once, and early
+        assert in_fp32(fault).cause.startswith(
+            "step 1 agrees, so its data and the initial weights do too, and the update"
+        )
+
+
 def test_another_global_batch_is_not_compared_and_says_so():
     found = judge(run("weak", BASE + 0.1, world=4, global_batch=128))["weak"]
     assert found.verdict is Verdict.ALONE
