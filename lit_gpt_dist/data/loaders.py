@@ -4,7 +4,8 @@ Neither is a torch ``DataLoader`` for the Trainer to see, so no sampler is ever 
 which windows is decided in ``windows.py`` alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -76,11 +77,20 @@ class StepSource:
         return next(self.batches((step,), tokens))
 
     def batches(self, steps: Sequence[int], tokens: TokenStream | None = None) -> Iterator[StepBatch]:
-        """Those of several steps, drawn together and read one by one."""
-        for step, drawn in zip(steps, self._starts_of_steps(steps), strict=True):
-            starts = np.ascontiguousarray(rank_starts(drawn, self.plan.micro_batch, self.data_rank, self.plan.ranks))
-            windows = None if tokens is None else torch_tokens(tokens.gather(starts, self.context + 1))
-            yield StepBatch(step, torch.from_numpy(starts), windows)
+        """Those of several steps, drawn together, which takes hardly longer than for one. So does reading from memory; files are
+        read step by step, for else the first would wait for all."""
+        drawn = [
+            rank_starts(starts, self.plan.micro_batch, self.data_rank, self.plan.ranks)
+            for starts in self._starts_of_steps(steps)
+        ]
+        together = np.stack(drawn)  # (steps, accumulate, micro)
+        windows: Iterable[Tensor | None] = itertools.repeat(None)
+        if tokens is not None:
+            at_once = [together] if not tokens.memory_mapped else np.split(together, len(steps))
+            parts = (torch_tokens(tokens.gather(starts, self.context + 1)) for starts in at_once)
+            windows = itertools.chain.from_iterable(parts)
+        for step, starts, read in zip(steps, torch.from_numpy(together), windows, strict=False):
+            yield StepBatch(step, starts, read)
 
 
 def torch_tokens(tokens: Tokens) -> Tensor:
@@ -105,7 +115,9 @@ class StepLoader:
     ) -> None:
         self.source = source
         self.current_step = current_step
-        self.tokens = tokens  # given: windows are read on the host, ahead by ``workers`` processes
+        self.tokens = (
+            tokens  # given: windows are read on the host, ahead of their steps, by ``workers`` processes or none
+        )
         self.workers = workers
         self.pin = pin
 
@@ -125,7 +137,7 @@ class StepLoader:
 
     def _from(self, first: int) -> Iterator[StepBatch]:
         ahead = _StepsFrom(self.source, first, self.tokens)
-        if self.tokens is None and not self.workers:
+        if not self.workers:
             return (_pinned(batch) if self.pin else batch for batch in ahead)
         return iter(DataLoader(ahead, batch_size=None, num_workers=self.workers, pin_memory=self.pin))
 
@@ -151,7 +163,9 @@ class _StepsFrom(IterableDataset[StepBatch]):
 
 
 def _pinned(batch: StepBatch) -> StepBatch:
-    """Page-locked starts: copying pageable memory to a GPU waits for the GPU."""
+    """Page-locked: copying pageable memory to a GPU waits for the GPU."""
+    if batch.windows is not None:
+        return batch._replace(windows=batch.windows.pin_memory())
     return batch._replace(starts=batch.starts.pin_memory())
 
 

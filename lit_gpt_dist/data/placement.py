@@ -74,16 +74,16 @@ class Placement:
         small = len(parts.corpus) * token_bytes <= DEVICE_BYTES
         wanted = small and not workers if on_device is None else on_device
         self.parts = parts
-        self.on_accelerator = device.type != "cpu"
-        self.on_device = wanted and self.on_accelerator  # a CPU gathers from the corpus as it is, without a copy
-        default_workers = READ_AHEAD_WORKERS if self.on_accelerator and not self.on_device else 0
+        on_accelerator = device.type != "cpu"
+        self.on_device = wanted and on_accelerator  # a CPU gathers from the corpus as it is, without a copy
+        default_workers = READ_AHEAD_WORKERS if on_accelerator and not self.on_device else 0
         self.workers = default_workers if workers is None else workers
         self.copy: Tensor | None = None
 
     @property
     def reads_ahead(self) -> bool:
         """Whether training windows are read on the host before their step asks for them."""
-        return not self.on_device and (self.workers > 0 or self.on_accelerator)
+        return not self.on_device
 
     def gather(self, part: TokenStream, starts: Tensor, length: int, device: torch.device) -> Tensor:
         """Windows of a part at ``starts`` (any shape): (*starts.shape, length) int64 on ``device``."""

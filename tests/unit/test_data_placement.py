@@ -25,8 +25,8 @@ def placed(device, on_device=None, workers=None):
         ((CARD, False), (False, 2, True)),
         ((CARD, None, 3), (False, 3, True)),  # workers have nothing to read for a copy
         ((CARD, False, 0), (False, 0, True)),  # read by the process itself, and still pinned
-        ((CPU,), (False, 0, False)),
-        ((CPU, True), (False, 0, False)),  # a CPU needs no copy
+        ((CPU,), (False, 0, True)),
+        ((CPU, True), (False, 0, True)),  # a CPU needs no copy
         ((CPU, None, 2), (False, 2, True)),
     ],
 )
