@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from planner_helpers import H100, NVLINK, PCIE, job
 
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import preset
@@ -16,15 +17,6 @@ from lit_gpt_dist.planner.inference import cache_bytes_per_token, plan_inference
 from lit_gpt_dist.planner.job import Job
 from lit_gpt_dist.planner.layout import NOT_TRAINABLE, STRATEGIES, layout
 from lit_gpt_dist.planner.limits import largest_dividing_micro_batch, largest_micro_batch, largest_model_parameters
-
-H100 = DEVICES["h100"]
-NVLINK = link_by_name("nvlink", H100)
-PCIE = link_by_name("pcie4", H100)
-
-
-def job(size="big", **changes) -> Job:
-    fields = dict(devices=8, link=NVLINK, global_batch=512, micro_batch=16)
-    return Job(preset(size, context=1024, vocab_size=50_304), H100, **{**fields, **changes})
 
 
 def test_each_stage_of_sharding_holds_less():

@@ -3,25 +3,17 @@
 from dataclasses import replace
 
 import pytest
+from planner_helpers import PCIE, job
 
 from lit_gpt_dist.model.config import preset
 from lit_gpt_dist.parallel import averaging
 from lit_gpt_dist.planner.estimate import estimate
 from lit_gpt_dist.planner.explain import explain, micro_compute_seconds
 from lit_gpt_dist.planner.footprint import averages_after_backward, gathers_at_once, moment_bytes
-from lit_gpt_dist.planner.hardware import DEVICES, Link, link_by_name
-from lit_gpt_dist.planner.job import AT_ONCE_SHARE, PIECE_ELEMENTS, Job
+from lit_gpt_dist.planner.hardware import Link
+from lit_gpt_dist.planner.job import AT_ONCE_SHARE, PIECE_ELEMENTS
 from lit_gpt_dist.planner.layout import STRATEGIES, layout
 from lit_gpt_dist.planner.traffic import communication_seconds, last_bucket_bytes, sent_bytes
-
-H100 = DEVICES["h100"]
-NVLINK = link_by_name("nvlink", H100)
-PCIE = link_by_name("pcie4", H100)
-
-
-def job(size="big", **changes) -> Job:
-    fields = dict(devices=8, link=NVLINK, global_batch=512, micro_batch=16)
-    return Job(preset(size, context=1024, vocab_size=50_304), H100, **{**fields, **changes})
 
 
 def test_no_sync_divides_what_ddp_sends_by_the_accumulation():
