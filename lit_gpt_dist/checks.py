@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments import (
 )
 
 from lit_gpt_dist.arguments import nearest
+from lit_gpt_dist.checkpoint.format import FOLDER
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import PRESETS
 from lit_gpt_dist.parallel import STRATEGIES
@@ -204,6 +205,21 @@ def check_seed(seed: Any) -> None:
         raise UserError(
             f"seed_everything {str(seed).lower()} is not a whole number from 0 to {MOST_SEED}; give for example 1337"
         )
+
+
+def writable_run(root: Path) -> None:
+    """All that a run will write to, before its first step: what was trained must not be lost at its end."""
+    writable(root)
+    writable(root / FOLDER)
+    results = root / "results.jsonl"
+    if global_rank() != 0 or not results.exists():
+        return
+    try:
+        with results.open("a"):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"cannot add to {results}: {reason}; choose another --trainer.default_root_dir") from error
 
 
 def writable(folder: Path) -> None:

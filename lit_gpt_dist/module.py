@@ -320,14 +320,19 @@ class GPTModule(RecordedSteps):
             losses = self(batch.windows, "window")  # (micro,)
         self.validation_loss.update(losses, batch.weights)
 
+    def on_validation_epoch_start(self) -> None:
+        """Here, not at the end: after ``validate`` the metric's state would be a tensor of inference mode, which no ``fit`` could
+        add to."""
+        self.validation_loss.reset()
+
     def on_validation_epoch_end(self) -> None:
         loss = self.validation_loss.compute()  # torchmetrics sums over the ranks
-        self.validation_loss.reset()
         # what goes to loggers is what validate() returns; in fit the recorder logs them, at their step
         logger = False if self.trainer.state.fn == "fit" else None
         self.log_dict({"val/loss": loss, "val/perplexity": loss.exp()}, logger=logger, rank_zero_only=False)
 
     test_step = validation_step
+    on_test_epoch_start = on_validation_epoch_start
     on_test_epoch_end = on_validation_epoch_end
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -137,15 +138,14 @@ def run_rank(body: Callable[[], int], children: Callable[[], list]) -> int:
     except SaveError as failed:  # on every rank alike, with all that there is to say
         code = EXIT_FAILURE
         if global_rank() == 0:
-            print(f"error: {failed}; training ended, earlier checkpoints stand (--ckpt_path last)", file=sys.stderr)
+            dead = dead_child(children()) if LOST_PARTNER.search(str(failed)) else None
+            told = describe_end(*dead) if dead else failed
+            print(f"error: {told}; training ended, earlier checkpoints stand (--ckpt_path last)", file=sys.stderr)
     except Exception as error:
         code = EXIT_FAILURE
         first_dead = dead_child(children()) if global_rank() == 0 else None
         if first_dead is not None:
-            print(
-                f"error: rank {first_dead[0]} ended with exit code {first_dead[1]}; see its message above",
-                file=sys.stderr,
-            )
+            print(f"error: {describe_end(*first_dead)}", file=sys.stderr)
         elif lost := LOST_PARTNER.search(str(error)):
             print(f"error on rank {global_rank()}: another rank has ended ({lost[0]})", file=sys.stderr)
         else:
@@ -170,6 +170,18 @@ def dead_child(children: list, patience_seconds: float = 3) -> tuple[int, int] |
             break
         time.sleep(0.1)
     return None
+
+
+def describe_end(rank: int, code: int) -> str:
+    """Of a process that failed; one that a signal ended has told nothing itself."""
+    if code >= 0:
+        return f"rank {rank} ended with exit code {code}; see its message above"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = "; often the system's, out of memory" if name == "SIGKILL" else ""
+    return f"rank {rank} was killed by {name}{hint}"
 
 
 def wait_for(children: list, patience_seconds: float = 3) -> None:

@@ -46,11 +46,12 @@ class StepLoop(_TrainingEpochLoop):
     """
 
     watchers: tuple[Callable[[], None], ...] = ()  # called before a step's batch is asked for
-    _validates: bool | None = None  # known while steps are taken
+    _can_validate: bool | None = None  # known while steps are taken
 
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
-        self._validates = self.trainer.enable_validation
+        module = self.trainer.lightning_module
+        self._can_validate = self.val_loop._data_source.is_defined() and is_overridden("validation_step", module)
         self._on_start = overridden(self.trainer, "on_train_batch_start")
         self._on_end = overridden(self.trainer, "on_train_batch_end")
         self._leave_to_lightning = why_leave_to_lightning(self.trainer) is not None
@@ -121,12 +122,14 @@ class StepLoop(_TrainingEpochLoop):
 
     def _should_check_val_epoch(self) -> bool:
         """As Lightning's, which looks through the module's and the data's classes each time, several times a step."""
+        if self._can_validate is None:
+            return bool(super()._should_check_val_epoch())
         every = self.trainer.check_val_every_n_epoch
-        validates = self.trainer.enable_validation if self._validates is None else self._validates
-        return validates and (every is None or (self.trainer.current_epoch + 1) % every == 0)
+        now = every is None or (self.trainer.current_epoch + 1) % every == 0
+        return self._can_validate and self.trainer.limit_val_batches > 0 and now  # which a callback may change
 
     def teardown(self) -> None:
-        self._validates = None
+        self._can_validate = None
         super().teardown()
 
     def _broadcast_sigterm_tensor(self) -> None:

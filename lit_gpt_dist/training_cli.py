@@ -26,7 +26,7 @@ from lit_gpt_dist.callbacks.recorder import StepRecorder
 from lit_gpt_dist.callbacks.results import ResultsWriter
 from lit_gpt_dist.callbacks.signals import SignalCallback
 from lit_gpt_dist.checkpoint import find
-from lit_gpt_dist.checks import check_options, check_seed, writable
+from lit_gpt_dist.checks import check_options, check_seed, writable_run
 from lit_gpt_dist.data.datamodule import GPTDataModule
 from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.help import FULL, FullHelp
@@ -156,7 +156,8 @@ class TrainingCLI(LightningCLI):
         root = options.trainer.default_root_dir or ROOT
         # as Lightning has it: two spellings of one folder would be two
         options.trainer.default_root_dir = os.path.normpath(os.path.expanduser(root))
-        writable(Path(options.trainer.default_root_dir))
+        if self.config["subcommand"] == "fit":  # nothing else writes there
+            writable_run(Path(options.trainer.default_root_dir))
 
     def _count_in_steps(self, options: Namespace) -> None:
         trainer = options.trainer

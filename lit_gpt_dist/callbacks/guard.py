@@ -120,6 +120,7 @@ class BadStepGuard(pl.Callback):
     def _spikes_as_nan(self, norm: Tensor, factor: float) -> Tensor:
         if self._mean is None:
             self._mean = torch.where(torch.isfinite(norm), norm.detach(), 0)
+        self._mean = self._mean.to(norm)  # from a checkpoint it comes on the host
         spike = (norm > factor * self._mean) & (self._count >= SETTLING)
         self._flag = spike
         calm = torch.isfinite(norm) & ~spike
@@ -259,10 +260,20 @@ class BadStepGuard(pl.Callback):
                 del optimizer.found_inf
 
     def state_dict(self) -> dict[str, Any]:
-        return {"skipped_steps": self.skipped_steps}
+        mean = None if self._mean is None else float(self._mean)
+        return {
+            "skipped_steps": self.skipped_steps, "rollbacks": self.rollbacks, "norm_mean": mean, "norms": self._count,
+        }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.skipped_steps = list(state_dict["skipped_steps"])
+        self.rollbacks = [tuple(pair) for pair in state_dict.get("rollbacks", ())]
+        # what a spike is told by; checkpoints of earlier versions have none of it
+        mean = state_dict.get("norm_mean")
+        self._mean, self._count = (
+            None if mean is None else torch.tensor(mean, dtype=torch.float64),
+            state_dict.get("norms", 0),
+        )
 
 
 def mark_bad(norm: Tensor, found: Tensor, bad_steps: Tensor, sticky: bool) -> None:

@@ -77,6 +77,8 @@ class GPTDataModule(lightning.LightningDataModule):
         ):
             if value is not None and value < 1:
                 raise UserError(f"{name} {value} is below 1; give a positive number")
+        if workers is not None and workers < 0:
+            raise UserError(f"workers {workers} is below 0; give 0 to read windows without workers, or leave it out")
         if draw not in get_args(Draw):
             raise UserError(f"draw {draw!r} is not one of {', '.join(get_args(Draw))}")
         if on_device and workers:

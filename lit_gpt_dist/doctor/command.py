@@ -97,7 +97,8 @@ def measure(console: Console, options: argparse.Namespace) -> int:
     from lit_gpt_dist.doctor.launch import is_first_rank, under_torchrun
     from lit_gpt_dist.planner.calibration import cache_folder
 
-    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else options.ranks or torch.cuda.device_count() or 2
+    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else options.ranks
+    ranks = torch.cuda.device_count() or 2 if ranks is None else ranks
     if ranks < 1:
         raise UserError(f"ranks is {ranks}, but must be at least 1")
     sizes = [int(size) for size in options.sizes] if options.sizes else None

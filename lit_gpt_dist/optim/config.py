@@ -45,6 +45,8 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if self.lr is not None and not self.lr > 0:
             raise UserError(f"optim.lr {self.lr} must be above 0")
+        if self.weight_decay < 0:
+            raise UserError(f"optim.weight_decay {self.weight_decay} must be 0 or more")
         if self.warmup_steps is not None and self.warmup_steps < 0:
             raise UserError(f"optim.warmup_steps {self.warmup_steps} must be 0 or more")
         if self.schedule_steps is not None and self.schedule_steps < 1:

@@ -24,8 +24,10 @@ WATCHDOG_SECONDS = 0.25  # more than two looks of NCCL's watchdog
 def check_buckets(overlap: bool | None, bucket_cap_mb: float | None) -> None:
     """
     Raises:
-        UserError: a size of buckets, but no overlap.
+        UserError: a size of buckets that is none, or one but no overlap.
     """
+    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+        raise UserError(f"bucket_cap_mb {bucket_cap_mb:g} must be above 0; give for example 25")
     if overlap is False and bucket_cap_mb:
         raise UserError(
             f"bucket_cap_mb {bucket_cap_mb:g} means nothing with overlap false, which sends gradients when backward is over; leave one "

@@ -155,6 +155,12 @@ class MeshStrategy(FolderCheckpoints, DirectSteps, DDPStrategy):
             super().setup_distributed()  # leaves a group that exists as it is
 
     def setup_environment(self) -> None:
+        """
+        Raises:
+            UserError: no time for a collective.
+        """
+        if not self.timeout_seconds > 0:  # not when it is made: the command line would wrap the error in its own
+            raise UserError(f"timeout_seconds {self.timeout_seconds:g} must be above 0; give for example 600")
         super().setup_environment()
         self.mesh = build_mesh(self.root_device.type, **self.degrees())
 

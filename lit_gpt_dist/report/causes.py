@@ -17,7 +17,7 @@ from lit_gpt_dist.report.settings import differing_settings, dropout_of
 SPIKE = 1.1  # times the loss of the step before
 FEW_BITS = 1e-3  # bands of at least that are those of 16-bit and TF32 precisions
 AFTER_A_SPIKE = 3  # steps in which it shows in a difference
-FIRST_STEPS = 20  # within which most faults of an update show in fp32
+FIRST_STEPS = 10  # within which most faults of an update show in fp32
 
 
 def likely_cause(comparison: Comparison) -> str:
@@ -199,10 +199,10 @@ def _growth(comparison: Comparison) -> float:
 
 
 def _seen_from(comparison: Comparison) -> float:
-    """A hundredth of what rounding may do, a tenth of the same curve's tolerance: what is below says nothing."""
+    """A hundredth of what rounding may do, or the same curve's tolerance: what is below says nothing."""
     assert comparison.reference is not None
     limits = band(comparison.curve.run, comparison.reference.run)
-    return max(limits.rounding / 100, limits.same / 10)
+    return max(limits.rounding / 100, limits.same)
 
 
 def _data_faults(run: Run) -> str:
@@ -213,7 +213,7 @@ def _data_faults(run: Run) -> str:
 
 def _update_faults(run: Run, reference: Run) -> str:
     faults = []
-    if max(run.accum, reference.accum) > 1:
+    if run.accum != reference.accum:
         faults.append(f"gradients not divided by accumulation ({run.accum}; the reference: {reference.accum})")
     if run.world > 1:
         faults.append(f"gradients not averaged over the {run.world} ranks")

@@ -53,6 +53,16 @@ OPTIONS = {
         ["--trainer.strategy", "ddp", "--trainer.strategy.bucket_cap_mb", "50", "--trainer.strategy.overlap", "false"],
         ["bucket_cap_mb 50", "overlap false"],
     ),
+    "buckets of no size": (
+        ["--trainer.strategy", "ddp", "--trainer.strategy.bucket_cap_mb", "-1"],
+        ["bucket_cap_mb -1", "above 0"],
+    ),
+    "no time for a collective": (
+        ["--trainer.strategy", "fsdp2", "--trainer.strategy.timeout_seconds", "-1"],
+        ["timeout_seconds -1", "above 0"],
+    ),
+    "fewer workers than none": (["--data.workers", "-1"], ["workers -1", "below 0"]),
+    "weights that would grow": (["--optim.weight_decay", "-1"], ["optim.weight_decay -1", "0 or more"]),
     "an option of no strategy": (["--trainer.strategy.bucket_cap_mb", "5"], ["named before", "--trainer.strategy ddp"]),
     "an unknown precision": (["--trainer.precision", "8"], ["precision 8", "32-true, bf16-mixed"]),
     "fp16 on a CPU": (["--trainer.precision", "16-mixed"], ["16-mixed", "bf16-mixed or 32-true"]),
@@ -176,6 +186,16 @@ def test_unwritable_folder_is_refused_before_training(text: Path, tmp_path: Path
         "fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(tmp_path / ("long" * 100))
     )
     assert_refused(ended, "file name too long", "--trainer.default_root_dir")
+
+
+def test_what_a_run_writes_at_its_end_is_looked_at_before_its_first_step(text: Path, tmp_path: Path) -> None:
+    options = ("fit", *SMALL, "--data.corpus", str(text), "--trainer.default_root_dir", str(tmp_path))
+    (tmp_path / "checkpoints").write_text("precious")
+    assert_refused(here(*options), "checkpoints is a file", "--trainer.default_root_dir")
+    (tmp_path / "checkpoints").unlink()
+    (tmp_path / "results.jsonl").mkdir()
+    assert_refused(here(*options), "cannot add to", "results.jsonl: is a directory", "--trainer.default_root_dir")
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
 
 
 def test_a_folder_is_looked_at_without_making_it(tmp_path: Path) -> None:

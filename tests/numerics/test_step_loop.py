@@ -17,6 +17,31 @@ from lit_gpt_dist.trainer import why_leave_to_lightning
 ONE = Run(steps=6)
 
 
+@pytest.mark.parametrize("stages", ["vf", "fvf", "tf"])
+def test_a_module_can_be_trained_after_it_was_validated(stages: str) -> None:
+    """Lightning validates in inference mode, whose tensors nothing else may change."""
+    trainer, module, data = build(replace(ONE, val_every=2))
+    for stage in stages:
+        run = {"f": trainer.fit, "v": trainer.validate, "t": trainer.test}[stage]
+        run(module, datamodule=data, **({} if stage == "f" else {"verbose": False}))  # type: ignore[arg-type]
+    assert trainer.global_step == ONE.steps
+
+
+class NoMoreValidation(pl.Callback):
+    def __init__(self) -> None:
+        self.validated: list[int] = []
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.validated.append(trainer.global_step)
+        trainer.limit_val_batches = 0
+
+
+def test_a_callback_may_end_validation_in_the_middle_of_a_run() -> None:
+    seen = NoMoreValidation()
+    fitted(None, seen, run=replace(ONE, val_every=2))
+    assert seen.validated == [2]
+
+
 class Outputs(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []

@@ -1,5 +1,6 @@
 """Statistics and judgements of the monitor, without a Trainer."""
 
+import json
 import math
 import subprocess
 import sys
@@ -185,6 +186,20 @@ def test_a_spike_is_skipped_and_does_not_move_the_mean() -> None:
     assert after[30] == after[29]
     assert after[31] != after[30]
     assert float(guard._mean) == pytest.approx(1.0)  # type: ignore[arg-type]
+
+
+def test_what_is_a_spike_is_the_same_after_a_resume() -> None:
+    norms = [1.0] * 30 + [100.0, 1.0]
+    straight, before = BadStepGuard("skip", spike_factor=5), BadStepGuard("skip", spike_factor=5)
+    after = watched_steps(straight, norms, fused=True)
+    watched_steps(before, norms[:30], fused=True)
+    resumed = BadStepGuard("skip", spike_factor=5)
+    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    first, second = watched_steps(resumed, norms[30:], fused=True)
+    assert (first == second) is False, "the spike was left out, and the step after it taken"
+    assert after[30] == after[29]
+    assert float(resumed._mean) == float(straight._mean)  # type: ignore[arg-type]
+    assert resumed._count == straight._count == len(norms)
 
 
 def test_the_first_bad_step_is_found_among_those_since_the_last_look() -> None:

@@ -15,6 +15,7 @@ from lit_gpt_dist.callbacks.reading import Reading
 from lit_gpt_dist.callbacks.signals import SignalCallback
 from lit_gpt_dist.checks import check_launcher
 from lit_gpt_dist.errors import EXIT_INTERRUPTED, UserError
+from lit_gpt_dist.runs import describe_end
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 READING = Reading(60, 2.77, 1e-3, None, None, None, None)
@@ -156,3 +157,9 @@ def test_machines_started_by_hand_need_all_that_lets_them_meet(monkeypatch: pyte
         check_launcher(trainer)
     monkeypatch.setenv("NODE_RANK", "1")
     check_launcher(trainer)
+
+
+def test_a_rank_that_a_signal_ended_has_left_no_message_to_look_for() -> None:
+    assert describe_end(1, 3) == "rank 1 ended with exit code 3; see its message above"
+    assert describe_end(1, -9) == "rank 1 was killed by SIGKILL; often the system's, out of memory"
+    assert describe_end(2, -15) == "rank 2 was killed by SIGTERM"
