@@ -115,9 +115,7 @@ class StepLoader:
     ) -> None:
         self.source = source
         self.current_step = current_step
-        self.tokens = (
-            tokens  # given: windows are read on the host, ahead of their steps, by ``workers`` processes or none
-        )
+        self.tokens = tokens  # given: windows are read on the host, ahead of their steps
         self.workers = workers
         self.pin = pin
 
