@@ -79,12 +79,15 @@ class DDP(MeshStrategy):
         self.static_graph = static_graph
         self._local_backward = self._averaged = False
 
-    def degrees(self) -> dict[str, int]:
+    def check(self) -> None:
         """
         Raises:
-            UserError: a size of buckets, but no overlap.
+            UserError: a size of buckets that is none, or one but no overlap.
         """
+        super().check()
         check_buckets(self.overlap_option, self.bucket_option)
+
+    def degrees(self) -> dict[str, int]:
         return {"replicate": self.world_size}
 
     def setup(self, trainer: pl.Trainer) -> None:

@@ -154,13 +154,17 @@ class MeshStrategy(FolderCheckpoints, DirectSteps, DDPStrategy):
                 join_after_restart(self._get_process_group_backend(), self.root_device, self._timeout)
             super().setup_distributed()  # leaves a group that exists as it is
 
-    def setup_environment(self) -> None:
-        """
+    def check(self) -> None:
+        """Before there is a process group; not when the strategy is made: the command line would wrap the error in its own.
+
         Raises:
             UserError: no time for a collective.
         """
-        if not self.timeout_seconds > 0:  # not when it is made: the command line would wrap the error in its own
+        if not self.timeout_seconds > 0:
             raise UserError(f"timeout_seconds {self.timeout_seconds:g} must be above 0; give for example 600")
+
+    def setup_environment(self) -> None:
+        self.check()
         super().setup_environment()
         self.mesh = build_mesh(self.root_device.type, **self.degrees())
 
