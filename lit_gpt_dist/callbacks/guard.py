@@ -270,10 +270,8 @@ class BadStepGuard(pl.Callback):
         self.rollbacks = [tuple(pair) for pair in state_dict.get("rollbacks", ())]
         # what a spike is told by; checkpoints of earlier versions have none of it
         mean = state_dict.get("norm_mean")
-        self._mean, self._count = (
-            None if mean is None else torch.tensor(mean, dtype=torch.float64),
-            state_dict.get("norms", 0),
-        )
+        self._mean = None if mean is None else torch.tensor(mean, dtype=torch.float64)
+        self._count = state_dict.get("norms", 0)
 
 
 def mark_bad(norm: Tensor, found: Tensor, bad_steps: Tensor, sticky: bool) -> None:
