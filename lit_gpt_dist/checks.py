@@ -24,6 +24,7 @@ from lit_gpt_dist.errors import UserError
 from lit_gpt_dist.model.config import PRESETS
 from lit_gpt_dist.parallel import STRATEGIES
 from lit_gpt_dist.parallel.replicated import check_buckets
+from lit_gpt_dist.parallel.strategies import check_timeout
 from lit_gpt_dist.parsing import PRECISIONS
 from lit_gpt_dist.runs import global_rank
 
@@ -82,6 +83,7 @@ def check_strategy(strategy: Any) -> None:
         )
     if isinstance(strategy, Namespace) and (options := strategy.get("init_args")):
         check_buckets(options.get("overlap"), options.get("bucket_cap_mb"))
+        check_timeout(options.get("timeout_seconds", 1.0))
 
 
 def check_size(size: str | None) -> None:

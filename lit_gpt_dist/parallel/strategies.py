@@ -134,6 +134,15 @@ class SingleDevice(FolderCheckpoints, DirectSteps, SingleDeviceStrategy):
         yield  # nothing to synchronise
 
 
+def check_timeout(seconds: float) -> None:
+    """
+    Raises:
+        UserError: no time for a collective.
+    """
+    if not seconds > 0:
+        raise UserError(f"timeout_seconds {seconds:g} must be above 0; give for example 600")
+
+
 class MeshStrategy(FolderCheckpoints, DirectSteps, DDPStrategy):
     """One process a device over a mesh: what DDP and FSDP2 share.
 
@@ -155,13 +164,8 @@ class MeshStrategy(FolderCheckpoints, DirectSteps, DDPStrategy):
             super().setup_distributed()  # leaves a group that exists as it is
 
     def check(self) -> None:
-        """Before there is a process group; not when the strategy is made: the command line would wrap the error in its own.
-
-        Raises:
-            UserError: no time for a collective.
-        """
-        if not self.timeout_seconds > 0:
-            raise UserError(f"timeout_seconds {self.timeout_seconds:g} must be above 0; give for example 600")
+        """Before there is a process group; not when the strategy is made: the command line would wrap the error in its own."""
+        check_timeout(self.timeout_seconds)
 
     def setup_environment(self) -> None:
         self.check()

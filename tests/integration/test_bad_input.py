@@ -53,6 +53,14 @@ OPTIONS = {
         ["--trainer.strategy", "ddp", "--trainer.strategy.bucket_cap_mb", "50", "--trainer.strategy.overlap", "false"],
         ["bucket_cap_mb 50", "overlap false"],
     ),
+    "buckets of no size": (
+        ["--trainer.strategy", "ddp", "--trainer.strategy.bucket_cap_mb", "-1"],
+        ["bucket_cap_mb -1", "above 0"],
+    ),
+    "no time for a collective": (
+        ["--trainer.strategy", "fsdp2", "--trainer.strategy.timeout_seconds", "-1"],
+        ["timeout_seconds -1", "above 0"],
+    ),
     "fewer workers than none": (["--data.workers", "-1"], ["workers -1", "below 0"]),
     "weights that would grow": (["--optim.weight_decay", "-1"], ["optim.weight_decay -1", "0 or more"]),
     "an option of no strategy": (["--trainer.strategy.bucket_cap_mb", "5"], ["named before", "--trainer.strategy ddp"]),
