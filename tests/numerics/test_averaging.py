@@ -124,7 +124,7 @@ def test_gradients_that_are_no_bf16_numbers_are_averaged_as_they_are() -> None:
 
 def test_buckets_mean_nothing_without_overlap_and_ask_for_it() -> None:
     with pytest.raises(UserError, match="bucket_cap_mb 50 means nothing with overlap false"):
-        DDP(overlap=False, bucket_cap_mb=50).degrees()
+        DDP(overlap=False, bucket_cap_mb=50).check()
     assert DDP(bucket_cap_mb=50).overlap_option is True
     assert DDP(static_graph=True).overlap_option is True
     assert DDP(static_graph=True, overlap=False).overlap_option is False
